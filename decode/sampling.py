@@ -1,0 +1,141 @@
+"""The one place where logits become choices: warping, and the counter-based noise that makes sampling reproducible.
+
+The plain sampler at absolute position t is  y_t = argmax_x (log p(x) + g[t, x]),  p the warped distribution and g Gumbel noise from a
+counter-based generator keyed by (seed, t, x) (the Gumbel-max trick). The same noise is given to the drafter, so that target and drafter tend to
+choose alike, and verification becomes an equality test (2408.07978; list form 2506.05632). Temperature 0 is the same code with g = 0.
+
+Dims: B batch, N nodes, P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import UserError
+
+_MASK32 = 0xFFFFFFFF
+# Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one sequence is sampled. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            ("top_k", self.top_k >= 0, "an integer >= 0 (0 = off)"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "a number in [0, 1)"),
+            ("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)"),
+        ):
+            if not good:
+                raise UserError(f"{name}: wanted {wanted}, got {getattr(self, name)}")
+
+
+def philox(counter_low: Tensor, counter_high: Tensor, key_low: Tensor, key_high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10 on int64 tensors that hold 32-bit words; the counter is (counter_low, counter_high, 0, 0). Returns four 32-bit words.
+
+    torch has no unsigned 32-bit multiply, so products are formed in int64: they wrap modulo 2^64, which leaves all 64 bits right.
+    """
+    c0, c1, c2, c3 = counter_low, counter_high, torch.zeros_like(counter_low), torch.zeros_like(counter_low)
+    k0, k1 = key_low, key_high
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
+            product1 & _MASK32,
+            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
+            product0 & _MASK32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seed_B: Tensor, position_BP: Tensor, vocab_size: int) -> Tensor:
+    """[B, P, V] float32 Gumbel noise g[t, x] of each row's seed; a pure function of (seed, absolute position, token).
+
+    Computed in float64 and rounded, so that CPU and GPU agree although their float32 logarithms differ in the last place.
+    """
+    words = -(-vocab_size // 4)  # one Philox call serves four tokens
+    block_BPW = torch.arange(words, device=seed_B.device).expand(*position_BP.shape, words)
+    position = position_BP.unsqueeze(-1).expand_as(block_BPW)
+    key = seed_B.view(-1, 1, 1).expand_as(block_BPW)
+    out = torch.stack(philox(block_BPW, position, key & _MASK32, (key >> 32) & _MASK32), dim=-1)
+    uniform = (out.flatten(-2)[..., :vocab_size].double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log().float()
+
+
+class Sampler:
+    """Per-row sampling settings of a batch, as device tensors."""
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str) -> None:
+        self.params = list(params)
+        self.device = torch.device(device)
+        self.seed_B = torch.tensor([p.seed for p in params], dtype=torch.int64, device=device)
+        temperature_B = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+        self.random_B = temperature_B > 0
+        self.temperature_B = torch.where(self.random_B, temperature_B, 1.0)
+        self.top_k_B = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device)
+        self.top_p_B = torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device)
+        self.min_p_B = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
+        # Host-side facts, so that a greedy batch pays for none of this.
+        self.any_random = any(p.temperature > 0 for p in params)
+        self._any_top_k = any(p.top_k for p in params)
+        self._any_top_p = any(p.top_p < 1 for p in params)
+        self._any_min_p = any(p.min_p > 0 for p in params)
+
+    def noise(self, first_B: Tensor, count: int, vocab_size: int) -> Tensor | None:
+        """[B, count, V] noise for absolute positions first .. first + count - 1 of each row (zero for greedy rows); None if all rows are greedy."""
+        if not self.any_random:
+            return None
+        position_BP = first_B.unsqueeze(1) + torch.arange(count, device=first_B.device)
+        noise_BPV = gumbel_noise(self.seed_B, position_BP, vocab_size)
+        return noise_BPV * self.random_B.view(-1, 1, 1)
+
+    def warp(self, logits_BNV: Tensor) -> Tensor:
+        """Temperature, then top-k, top-p and min-p, in float32; filtered tokens are -inf. Rows of temperature 0 keep temperature 1 (argmax is the same)."""
+        if not self.any_random:
+            return logits_BNV.float()
+        logits_BNV = logits_BNV.float() / self.temperature_B.view(-1, 1, 1)
+        if self._any_top_k:
+            logits_BNV = self._filter_top_k(logits_BNV)
+        if self._any_top_p:
+            logits_BNV = self._filter_top_p(logits_BNV)
+        if self._any_min_p:
+            floor = logits_BNV.amax(-1, keepdim=True) + self.min_p_B.log().view(-1, 1, 1)
+            logits_BNV = logits_BNV.masked_fill(logits_BNV < floor, -torch.inf)
+        return logits_BNV
+
+    def _filter_top_k(self, logits_BNV: Tensor) -> Tensor:
+        vocab = logits_BNV.shape[-1]
+        k_B = torch.where(self.top_k_B > 0, self.top_k_B.clamp(max=vocab), vocab)
+        ordered = logits_BNV.sort(dim=-1, descending=True).values
+        kth = ordered.gather(-1, (k_B - 1).view(-1, 1, 1).expand(*logits_BNV.shape[:2], 1))
+        return logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
+
+    def _filter_top_p(self, logits_BNV: Tensor) -> Tensor:
+        ordered, order = logits_BNV.sort(dim=-1, descending=True)
+        probability = ordered.softmax(-1)
+        # Keep the smallest set whose mass reaches top_p: drop a token when the mass before it already does.
+        drop = probability.cumsum(-1) - probability >= self.top_p_B.view(-1, 1, 1)
+        return logits_BNV.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+
+    def scores(self, logits_BNV: Tensor, noise_BNV: Tensor | None) -> Tensor:
+        """[B, N, V] float32 scores whose argmax over V is the sampled token: warped logits plus noise."""
+        warped_BNV = self.warp(logits_BNV)
+        return warped_BNV if noise_BNV is None else warped_BNV + noise_BNV

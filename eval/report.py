@@ -1,0 +1,717 @@
+"""The report of an evaluation: its typed form, report.json, and what people read (terminal, Markdown, HTML).
+
+    report = Report(created=..., target=..., drafter=..., hardware=..., protocol=..., results=[Row(...)], samples=[Sample(...)], training=None)
+    write_report(report, folder)                     # report.json, report.md, report.html, each whole or not at all
+    rich.print(terminal_table(read_report(folder)))
+
+SCHEMA.md beside this file documents every key. Reading is strict: an unknown, missing or ill-typed key is an error that names its place. A row whose
+losslessness gate failed shows FAIL in place of every speed-up, and of the speculative speed that one could divide, in everything rendered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import html
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import rich.box
+import rich.markup
+import rich.table
+
+from .. import UserError
+
+SCHEMA = "draftsmith.report/1"
+FILES = ("report.json", "report.md", "report.html")
+FAIL = "FAIL"
+ABSENT = "–"  # noqa: RUF001  (the dash of a table cell: not measured)
+MOST_CURVES = 4  # more than four curves in one small plot cannot be told apart
+SHARES_TOLERANCE = 1e-3  # shares may have been rounded to three decimals by whoever wrote them
+
+DEFINITIONS: tuple[tuple[str, str], ...] = (
+    ("tau", "mean tokens emitted per target forward, bonus token included; the first token, which the prefill gives, is not counted."),
+    ("acceptance rate", "accepted draft tokens / proposed draft tokens (nodes of the draft tree)."),
+    ("conditional acceptance at position i", "share of rounds that accepted the i-th draft token among those that accepted the i-1 before it."),
+    (
+        "speed-up",
+        "total tokens / total seconds, against our own plain decoding: the same engine, cache and kernels, one token at a time, decode only. "
+        "End to end includes the prefill.",
+    ),
+    ("eager", "transformers generate with its default settings, the baseline that most papers use."),
+    ("interval", "95 %, paired bootstrap over prompts."),
+)
+
+Span = tuple[float, float]
+
+
+def _key(name: str) -> Any:
+    """A field whose JSON key is a Python keyword or would read badly as an attribute."""
+    return dataclasses.field(metadata={"key": name})
+
+
+def _check(holds: bool, field: str, wanted: str, got: object) -> None:
+    if not holds:
+        raise UserError(f"{field}: wanted {wanted}, got {got}")
+
+
+def _check_span(field: str, span: Span | None) -> None:
+    if span is not None:
+        _check(span[0] <= span[1], field, "[lo, hi] with lo <= hi", list(span))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A prompt whose outputs part at a near-tie: the target's two best logits differ by `gap`, within the rounding `bound` of its forward."""
+
+    prompt: int
+    position: int
+    gap: float
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lossless:
+    lossless_class: str = _key("class")
+    status: Literal["pass", "fail"]
+    checked: int
+    identical: int
+    ties: list[Tie]
+    tokens_checked: int
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.identical <= self.checked, "identical", f"0..checked ({self.checked})", self.identical)
+        _check(self.tokens_checked >= 0, "tokens_checked", "a count >= 0", self.tokens_checked)
+        if self.passed:
+            _check(self.checked > 0, "checked", "at least one prompt behind the status 'pass'", self.checked)
+            for tie in self.ties:
+                _check(tie.gap <= tie.bound, "ties", f"a gap <= bound ({tie.bound}) under the status 'pass'", f"{tie.gap} in prompt {tie.prompt}")
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "pass"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokensPerSecond:
+    speculative: float
+    engine: float
+    eager: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speedup:
+    engine: float
+    engine_ci: Span
+    eager: float | None
+    eager_ci: Span | None
+
+    def __post_init__(self) -> None:
+        _check_span("engine_ci", self.engine_ci)
+        _check_span("eager_ci", self.eager_ci)
+        _check((self.eager is None) == (self.eager_ci is None), "eager_ci", "null exactly when eager is null", self.eager_ci)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeedupEndToEnd:
+    engine: float
+    engine_ci: Span
+
+    def __post_init__(self) -> None:
+        _check_span("engine_ci", self.engine_ci)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeSplit:
+    """Shares of the speculative decode time."""
+
+    draft: float
+    verify: float
+    overhead: float
+
+    def __post_init__(self) -> None:
+        shares = (self.draft, self.verify, self.overhead)
+        _check(min(shares) >= 0 and abs(sum(shares) - 1) <= SHARES_TOLERANCE, "draft + verify + overhead", "shares >= 0 that add up to 1", shares)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputBucket:
+    """tau of the rounds that began at output positions [start, end); end None: no end."""
+
+    start: int = _key("from")
+    end: int | None = _key("to")
+    tau: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check(self.start >= 0 and (self.end is None or self.end > self.start), "from, to", "0 <= from < to", (self.start, self.end))
+        _check(self.rounds > 0, "rounds", "at least one round in a bucket (leave empty buckets out)", self.rounds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Mean milliseconds: one plain decoding step, one verification forward, one draft."""
+
+    t_ar_ms: float
+    t_verify_ms: float
+    t_draft_ms: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One (suite, temperature, batch, rule, category)."""
+
+    suite: str
+    temperature: float
+    batch: int
+    rule: str
+    category: str
+    lossless: Lossless
+    tau: float
+    tau_ci: Span
+    acceptance_rate: float
+    conditional_acceptance: list[float]
+    tokens: int
+    tokens_per_second: TokensPerSecond
+    speedup: Speedup
+    speedup_end_to_end: SpeedupEndToEnd
+    time_split: TimeSplit
+    accepted_length_histogram: list[int]
+    tau_by_output_position: list[OutputBucket]
+    prompts: int
+    rounds: int
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        _check(self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
+        _check(self.batch >= 1, "batch", "a size >= 1", self.batch)
+        _check(self.prompts >= 1, "prompts", "at least one prompt", self.prompts)
+        _check_span("tau_ci", self.tau_ci)
+        _check(0 <= self.acceptance_rate <= 1, "acceptance_rate", "a share 0..1", self.acceptance_rate)
+        _check(all(0 <= share <= 1 for share in self.conditional_acceptance), "conditional_acceptance", "shares 0..1", self.conditional_acceptance)
+        histogram = self.accepted_length_histogram
+        _check(min(histogram, default=0) >= 0, "accepted_length_histogram", "counts >= 0", histogram)
+        _check(sum(histogram) == self.rounds, "accepted_length_histogram", f"counts that add up to rounds ({self.rounds})", sum(histogram))
+        speeds, ratios = self.tokens_per_second, self.speedup
+        _check((speeds.eager is None) == (ratios.eager is None), "speedup.eager", "null exactly when tokens_per_second.eager is null", ratios.eager)
+
+    @property
+    def passed(self) -> bool:
+        return self.lossless.passed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A stretch of generated text. Round 0 is the prefill, whose token is the target's."""
+
+    text: str
+    origin: Literal["drafted", "target"]
+    round: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    prompt: str
+    temperature: float
+    pieces: list[Piece]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """`created` is an ISO 8601 time. The four dicts hold JSON values; SCHEMA.md says which of their keys the renderers read."""
+
+    schema: str = SCHEMA
+    created: str
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    hardware: dict[str, Any]
+    protocol: dict[str, Any]
+    results: list[Row]
+    samples: list[Sample]
+    training: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        _check(self.schema == SCHEMA, "schema", f"{SCHEMA!r}", f"{self.schema!r}; read it with the version of draftsmith that wrote it")
+        try:
+            datetime.datetime.fromisoformat(self.created)
+        except ValueError as error:
+            raise UserError(f"created: wanted an ISO 8601 time, got {self.created!r}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, with the keys of SCHEMA.md."""
+        encoded: dict[str, Any] = _encode(self)
+        return encoded
+
+    @classmethod
+    def from_json(cls, data: object) -> Report:
+        """The inverse of `to_json`, on what json.loads gives. Raises UserError naming the place of an unknown, missing or wrong key."""
+        report: Report = _decode(cls, data, "report")
+        return report
+
+    @property
+    def failed(self) -> list[Row]:
+        """Rows whose losslessness gate failed. Not empty: the evaluation as a whole failed, and the command exits with 1."""
+        return [row for row in self.results if not row.passed]
+
+    @property
+    def headline(self) -> Row | None:
+        """The best row against our own plain decoding at the lowest temperature (0 in the default protocol), all categories together.
+
+        None when a row failed the gate, whichever: a drafter and engine that change the output at any setting have no speed-up to put on top.
+        None, too, when there is no result.
+        """
+        rows = [] if self.failed else self.overall
+        coolest = min((row.temperature for row in rows), default=0.0)
+        return max((row for row in rows if row.temperature == coolest), key=lambda row: row.speedup.engine, default=None)
+
+    @property
+    def overall(self) -> list[Row]:
+        """Rows over all categories; where a suite has none, its rows by category."""
+        whole = {row.suite for row in self.results if row.category == "all"}
+        return [row for row in self.results if row.category == "all" or row.suite not in whole]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- JSON, strictly both ways
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.metadata.get("key", field.name): _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(kind: Any, value: object, at: str) -> Any:
+    """`value` as the annotation `kind`; `at` is its place, for messages. Covers the annotations that this file uses, and no others."""
+    if dataclasses.is_dataclass(kind):
+        return _decode_object(kind, value, at)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+        return None if value is None else _decode(inner, value, at)
+    if origin is Literal:
+        _check(value in arguments, at, " or ".join(map(repr, arguments)), repr(value))
+        return value
+    if origin is dict:
+        _check_json(value, at)
+        _check(isinstance(value, dict), at, "an object", _type(value))
+        return value
+    if origin in (list, tuple):
+        if not isinstance(value, list) or (origin is tuple and len(value) != len(arguments)):
+            raise UserError(f"{at}: wanted a list{f' of {len(arguments)}' if origin is tuple else ''}, got {_type(value)}")
+        return origin(_decode(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
+    if kind is float:
+        _check(type(value) in (int, float) and math.isfinite(value), at, "a finite number", _type(value))  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
+    _check(type(value) is kind, at, {int: "a whole number", str: "a string"}[kind], _type(value))
+    return value
+
+
+def _decode_object(kind: Any, value: object, at: str) -> Any:
+    if not isinstance(value, dict):
+        raise UserError(f"{at}: wanted an object, got {_type(value)}")
+    keys = {field.metadata.get("key", field.name): field.name for field in dataclasses.fields(kind)}
+    for key in value:
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, n=1)
+            raise UserError(f"{at}: unknown key {key!r}" + (f"; the nearest known key is {near[0]!r}" if near else f"; known are {', '.join(keys)}"))
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise UserError(f"{at}: missing {'keys' if len(missing) > 1 else 'key'} {', '.join(map(repr, missing))}")
+    hints = typing.get_type_hints(kind)
+    arguments = {name: _decode(hints[name], value[key], f"{at}.{key}") for key, name in keys.items()}
+    try:
+        return kind(**arguments)
+    except UserError as error:
+        raise UserError(f"{at}.{error}") from error
+
+
+def _check_json(value: object, at: str) -> None:
+    """The free-form objects may hold anything that JSON can: say where they do not, rather than fail in the middle of writing."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check(type(key) is str, at, "keys that are strings", repr(key))
+            _check_json(item, f"{at}.{key}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_json(item, f"{at}[{i}]")
+    elif type(value) is float:
+        _check(math.isfinite(value), at, "a finite number", value)
+    else:
+        _check(value is None or type(value) in (bool, int, str), at, "a JSON value", _type(value))
+
+
+def _type(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ figures as text
+
+
+def _number(value: float) -> str:
+    """Three or more significant digits, without false precision: 0.42, 12.3, 1,234."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _speed(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _span(span: Span | None, prompts: int) -> str:
+    """lo to hi; nothing when there was one prompt, whose bootstrap has no width and would read as certainty."""
+    return "" if span is None or prompts < 2 else f"{span[0]:.2f}–{span[1]:.2f}"  # noqa: RUF001
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _label(described: Mapping[str, Any], *keys: str) -> str:
+    """The first of `keys` that the object has; the renderers' titles must not depend on which of them the evaluation filled in."""
+    return next((str(described[key]) for key in keys if described.get(key)), "not stated")
+
+
+def _setting(row: Row) -> str:
+    return f"T={row.temperature:g}, batch {row.batch}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cells:
+    """One row as text: the only place where a row becomes figures, so that FAIL cannot be forgotten by one of the renderers."""
+
+    row: Row
+    suite: str
+    temperature: str
+    batch: str
+    lossless: str
+    identical: str
+    tau: str
+    tau_ci: str
+    acceptance: str
+    speculative: str
+    engine: str
+    eager: str
+    speedup: str
+    speedup_ci: str
+    end_to_end: str
+    end_to_end_ci: str
+    vs_eager: str
+    vs_eager_ci: str
+
+
+def _cells(row: Row, *, times: str, name_rule: bool) -> _Cells:
+    def gain(value: float | None) -> str:
+        return FAIL if not row.passed else ABSENT if value is None else f"{value:.2f}{times}"
+
+    def gain_ci(span: Span | None) -> str:
+        return _span(span, row.prompts) if row.passed else ""
+
+    speeds, ratios, whole, gate = row.tokens_per_second, row.speedup, row.speedup_end_to_end, row.lossless
+    return _Cells(
+        row=row,
+        suite=row.suite + (f" / {row.category}" if row.category != "all" else "") + (f" ({row.rule})" if name_rule else ""),
+        temperature=f"{row.temperature:g}",
+        batch=str(row.batch),
+        lossless="PASS" if row.passed else FAIL,
+        identical=f"{gate.identical:,}/{gate.checked:,} identical",
+        tau=f"{row.tau:.2f}",
+        tau_ci=_span(row.tau_ci, row.prompts),
+        acceptance=_percent(row.acceptance_rate),
+        speculative=_speed(speeds.speculative) if row.passed else FAIL,
+        engine=_speed(speeds.engine),
+        eager=_speed(speeds.eager),
+        speedup=gain(ratios.engine),
+        speedup_ci=gain_ci(ratios.engine_ci),
+        end_to_end=gain(whole.engine),
+        end_to_end_ci=gain_ci(whole.engine_ci),
+        vs_eager=gain(ratios.eager),
+        vs_eager_ci=gain_ci(ratios.eager_ci),
+    )
+
+
+def _all_cells(report: Report, times: str) -> list[_Cells]:
+    name_rule = len({row.rule for row in report.results}) > 1
+    return [_cells(row, times=times, name_rule=name_rule) for row in report.results]
+
+
+def _gate_sentence(report: Report) -> str:
+    """What the gate is and what it found, in one sentence."""
+    rows = report.overall
+    ties = sum(len(row.lossless.ties) for row in rows)
+    prompts = f"{sum(r.lossless.identical for r in rows):,} of {_count(sum(r.lossless.checked for r in rows), 'output')}"
+    found = f"{prompts} identical, {_count(sum(r.lossless.tokens_checked for r in rows), 'token')} compared"
+    if ties:
+        found += f", {_count(ties, 'near-tie')} where the target's two best tokens are closer than its own rounding"
+    return f"The gate runs before any timing and compares speculative with plain decoding; a setting that changes the output shows FAIL: {found}."
+
+
+def _headline_words(report: Report) -> tuple[str, str, str]:
+    """The large figure, its interval (may be empty), and the sentence below it."""
+    row = report.headline
+    if report.failed:
+        places = "; ".join(f"{row.suite}{'' if row.category == 'all' else ' / ' + row.category}, {_setting(row)}" for row in report.failed)
+        return FAIL, "", f"not lossless: the output differs from plain decoding ({places}). A decoder that changes the output has no speed-up."
+    if row is None:
+        return ABSENT, "", "no results in this report."
+    span = _span(row.speedup.engine_ci, row.prompts)
+    interval = f"95 % interval {span}" if span else "no interval: one prompt"
+    eager = "" if row.speedup.eager is None else f"; {row.speedup.eager:.2f}× that of transformers generate"  # noqa: RUF001
+    where = f"{row.suite}, {_setting(row)}, {_label(report.hardware, 'name', 'device')}"
+    return f"{row.speedup.engine:.2f}×", interval, f"the speed of our own plain decoding ({where}){eager}."  # noqa: RUF001
+
+
+def _title(report: Report) -> str:
+    return f"{_label(report.drafter, 'name', 'method')} for {_label(report.target, 'name', 'path')}"
+
+
+def _flat(value: object, at: str = "") -> list[tuple[str, str]]:
+    """Nested settings as (dotted key, text) in their own order."""
+    if isinstance(value, dict) and value:
+        return [pair for key, item in value.items() for pair in _flat(item, f"{at}.{key}" if at else key)]
+    return [(at, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))]
+
+
+def _settings(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
+    groups: list[tuple[str, dict[str, Any] | None]] = [
+        ("target", report.target),
+        ("drafter", report.drafter),
+        ("hardware", report.hardware),
+        ("protocol", report.protocol),
+        ("training", report.training),
+    ]
+    return [(name, _flat(group)) for name, group in groups if group]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------- terminal
+
+
+def terminal_table(report: Report) -> rich.table.Table:
+    """One line a result, at most 120 columns wide."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=rich.markup.escape(_title(report)))
+    for name in ("suite", "T", "batch", "lossless"):
+        table.add_column(name, justify="left" if name in ("suite", "lossless") else "right", overflow="fold")
+    for name in ("tau", "accepted", "spec tok/s", "plain", "eager", "speed-up", "vs eager"):
+        table.add_column(name, justify="right", overflow="fold")
+    for cells in _all_cells(report, "x"):
+        style = "" if cells.row.passed else "red"
+        gate = f"{'[green]' if cells.row.passed else '[bold red]'}{cells.lossless}[/] {rich.markup.escape(cells.row.lossless.lossless_class)}"
+        table.add_row(
+            rich.markup.escape(cells.suite),
+            cells.temperature,
+            cells.batch,
+            gate,
+            f"{cells.tau} [dim]{cells.tau_ci}[/]",
+            cells.acceptance,
+            cells.speculative,
+            cells.engine,
+            cells.eager,
+            f"[bold]{cells.speedup}[/] [dim]{cells.speedup_ci}[/]",
+            cells.vs_eager,
+            style=style,
+        )
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------- Markdown
+
+
+def _markdown_cell(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A pipe table; the first `left` columns are flush left, figures right."""
+    rule = [":--" if i < left else "--:" for i in range(len(head))]
+    cells = [[_markdown_cell(cell) or " " for cell in row] for row in [head, *rows]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [cells[0], rule, *cells[1:]])
+
+
+def render_markdown(report: Report) -> str:
+    """The whole report as GitHub-flavoured Markdown; drafted tokens of the samples are bold."""
+    figure, interval, sentence = _headline_words(report)
+    rows = _all_cells(report, "×")  # noqa: RUF001
+    results = [
+        (
+            *(c.suite, c.temperature, c.batch, f"{c.lossless} ({c.row.lossless.lossless_class}, {c.identical})"),
+            *(f"{c.tau} ({c.tau_ci})" if c.tau_ci else c.tau, c.acceptance, c.speculative, c.engine, c.eager),
+            *(f"{value} ({span})" if span else value for value, span in ((c.speedup, c.speedup_ci), (c.end_to_end, c.end_to_end_ci))),
+            f"{c.vs_eager} ({c.vs_eager_ci})" if c.vs_eager_ci else c.vs_eager,
+        )
+        for c in rows
+    ]
+    head = ["suite", "T", "batch", "lossless", "tau", "acceptance", "tok/s speculative", "tok/s plain", "tok/s eager"]
+    head += ["speed-up", "speed-up end to end", "speed-up vs eager"]
+    parts = [
+        f"# {_markdown_cell(_title(report))}",
+        f"**{figure}** {_markdown_cell(sentence)}" + (f" {interval}." if interval else ""),
+        _gate_sentence(report),
+        "## Results",
+        _markdown_table(head, results, left=1),
+        "## Drafting",
+        _markdown_table(
+            ["suite", "T", "batch", "conditional acceptance at draft position 1, 2, ..", "rounds that accepted 0, 1, .. draft tokens"],
+            [
+                (
+                    *(c.suite, c.temperature, c.batch, ", ".join(f"{share:.2f}" for share in c.row.conditional_acceptance)),
+                    ", ".join(f"{count:,}" for count in c.row.accepted_length_histogram),
+                )
+                for c in rows
+            ],
+        ),
+        "## Where the time goes",
+        _markdown_table(
+            ["suite", "T", "batch", "draft", "verify", "overhead", "plain step, ms", "verification, ms", "draft, ms"],
+            [
+                (
+                    *(c.suite, c.temperature, c.batch),
+                    *(_percent(share) for share in (c.row.time_split.draft, c.row.time_split.verify, c.row.time_split.overhead)),
+                    *(_number(ms) for ms in (c.row.cost.t_ar_ms, c.row.cost.t_verify_ms, c.row.cost.t_draft_ms)),
+                )
+                for c in rows
+            ],
+        ),
+    ]
+    buckets = _bucket_rows(report, rows)
+    if buckets:
+        parts += ["## tau by output position", _markdown_table(["suite", "T", "batch", "from", "to", "tau", "rounds"], buckets)]
+    if report.samples:
+        parts.append("## Samples\n\nBold: drafted and accepted. Plain: the target's own token.")
+    for sample in report.samples:
+        text = "".join(
+            f"<b>{html.escape(piece.text)}</b>" if piece.origin == "drafted" else html.escape(piece.text) for piece in sample.pieces
+        )
+        parts.append(f"T={sample.temperature:g}\n\n<pre><i>{html.escape(sample.prompt)}</i>{text}</pre>")
+    parts.append("## Definitions\n\n" + "\n".join(f"- **{term}**: {_markdown_cell(meaning)}" for term, meaning in DEFINITIONS))
+    parts.append("## Settings")
+    for name, pairs in _settings(report):
+        parts.append(_markdown_table([name, ""], pairs, left=2))
+    parts.append(f"{SCHEMA}, {report.created}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _bucket_rows(report: Report, rows: Sequence[_Cells]) -> list[tuple[str, ...]]:
+    """tau by output position, where it says more than tau itself: rows with two buckets or more."""
+    return [
+        (*(c.suite, c.temperature, c.batch), f"{b.start:,}", "" if b.end is None else f"{b.end:,}", f"{b.tau:.2f}", f"{b.rounds:,}")
+        for c in rows
+        if len(c.row.tau_by_output_position) > 1
+        for b in c.row.tau_by_output_position
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------------------------- HTML
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """A row of the two small plots about drafting. Shares are of rounds."""
+
+    name: str
+    shares: list[float]
+    conditional: list[float]
+
+
+def _curves(report: Report) -> list[_Curve]:
+    """One a (suite, rule, temperature), at its smallest batch: acceptance does not depend on the batch."""
+    smallest: dict[tuple[str, str, float], Row] = {}
+    for row in report.overall:
+        if row.category == "all":
+            key = (row.suite, row.rule, row.temperature)
+            smallest[key] = min(smallest.get(key, row), row, key=lambda candidate: candidate.batch)
+    many_suites = len({suite for suite, _, _ in smallest}) > 1
+    many_rules = len({rule for _, rule, _ in smallest}) > 1
+    curves = []
+    for (suite, rule, temperature), row in smallest.items():
+        name = " ".join([*([suite] if many_suites else []), f"T={temperature:g}", *([rule] if many_rules else []), *([] if row.passed else [FAIL])])
+        shares = [count / max(1, row.rounds) for count in row.accepted_length_histogram]
+        curves.append(_Curve(name=name, shares=shares, conditional=row.conditional_acceptance))
+    return curves
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def render_html(report: Report) -> str:
+    """One self-contained page: styles and plots inline, no script, nothing fetched."""
+    figure, interval, sentence = _headline_words(report)
+    rows, curves = _all_cells(report, "×"), _curves(report)  # noqa: RUF001
+    environment = _environment()
+    environment.filters |= {"percent": _percent, "number": _number, "speed": _speed}
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        title=_title(report),
+        figure=figure,
+        interval=interval,
+        sentence=sentence,
+        gate=_gate_sentence(report),
+        headline=report.headline,
+        rows=rows,
+        overall=[cells for cells in rows if cells.row in report.overall],
+        buckets=_bucket_rows(report, rows),
+        curves=curves[:MOST_CURVES],
+        curves_left_out=len(curves[MOST_CURVES:]),
+        settings=_settings(report),
+        definitions=DEFINITIONS,
+        ties=[(cells, tie) for cells in rows for tie in cells.row.lossless.ties],
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------------------------- files
+
+
+def write_report(report: Report, folder: Path) -> dict[str, Path]:
+    """Writes report.json, report.md and report.html into `folder` (made if need be); returns their paths by file name.
+
+    Everything is rendered and on disk under temporary names before the first rename: on any error the old files stay as they were.
+    Raises UserError when the report holds what from_json would refuse (an integer of numpy, a value that is not finite), naming its place.
+    """
+    data = report.to_json()
+    Report.from_json(data)
+    texts = (json.dumps(data, ensure_ascii=False, allow_nan=False, indent=1) + "\n", render_markdown(report), render_html(report))
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / name for name in FILES}
+    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in FILES}
+    try:
+        for name, text in zip(FILES, texts, strict=True):
+            with temporary[name].open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for name in FILES:
+            os.replace(temporary[name], paths[name])
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+    return paths
+
+
+def read_report(path: Path) -> Report:
+    """A report.json, or the folder that holds one. Raises UserError naming the file and the place in it."""
+    file = path / FILES[0] if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"wanted a report.json, or a folder with one, got {path}; run draftsmith eval first")
+    try:
+        return Report.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:  # UserError is one; so are bad JSON and bad UTF-8
+        raise UserError(f"{file}: {error}") from error
