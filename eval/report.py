@@ -656,6 +656,8 @@ def render_html(report: Report) -> str:
     """One self-contained page: styles and plots inline, no script, nothing fetched."""
     figure, interval, sentence = _headline_words(report)
     rows, curves = _all_cells(report, "×"), _curves(report)  # noqa: RUF001
+    overall = [cells for cells in rows if cells.row in report.overall]
+    many_suites = len({cells.suite for cells in overall}) > 1
     environment = _environment()
     environment.filters |= {"percent": _percent, "number": _number, "speed": _speed}
     return environment.get_template("report.html.j2").render(
@@ -667,7 +669,8 @@ def render_html(report: Report) -> str:
         gate=_gate_sentence(report),
         headline=report.headline,
         rows=rows,
-        overall=[cells for cells in rows if cells.row in report.overall],
+        overall=overall,
+        overall_names=[f"{cells.suite}, {_setting(cells.row)}" if many_suites else _setting(cells.row) for cells in overall],
         buckets=_bucket_rows(report, rows),
         curves=curves[:MOST_CURVES],
         curves_left_out=len(curves[MOST_CURVES:]),

@@ -1,0 +1,268 @@
+"""The target: any Hugging Face causal LM that takes a 4-D attention mask, wrapped for tree decoding and for feature extraction.
+
+Training and decoding read features through this one class, so that a layer index or a norm cannot differ between them.
+
+Canonical tap index k, as in Hugging Face's `output_hidden_states`: 0 is the embedding, k = 1 .. L is the output of the k-th block (for k = L: before
+the final norm). Exporters convert to each engine's convention at the edge.
+
+Dims: B batch, T sequence, N tree nodes, L cache slots, H hidden, F = taps * H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import UserError
+from .cache import TreeCache
+from .tree import DraftTree
+
+PREFILL_CHUNK = 1024  # bounds the prefill mask to [B, 1, 1024, L]
+_VOLATILE_CONFIG_KEYS = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "_attn_implementation", "architectures"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Step:
+    """One forward pass: hidden_BNH after the final norm, taps_BNF the tapped layers side by side in ascending order (None without taps)."""
+
+    hidden_BNH: Tensor
+    taps_BNF: Tensor | None
+
+
+class Target:
+    """A frozen causal LM with its tokenizer, its cache, and hooks on the tapped layers."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str = "") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or str(getattr(model.config, "_name_or_path", ""))
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.decoder: nn.Module = model.get_decoder()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise UserError(f"target {self.name}: wanted a causal LM with an output head, got {type(model).__name__}")
+        self.lm_head: nn.Module = head
+        self.embeddings: nn.Module = model.get_input_embeddings()
+        self.vocab_size = int(head.weight.shape[0])
+        self.hidden_size = int(self.config.hidden_size)
+        self.layers = self._find_layers()
+        self.num_layers = len(self.layers)
+        self.device = head.weight.device
+        self.dtype = head.weight.dtype
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self._windows = self._attention_windows()
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.taps: tuple[int, ...] = ()
+        self._cache: TreeCache | None = None
+        self._check_logits()
+
+    # -- loading ---------------------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls, path: str, *, dtype: str = "auto", device: str = "auto", attn_implementation: str | None = None, revision: str | None = None
+    ) -> Target:
+        """Load a folder or a hub name. dtype auto: float32 on CPU, bfloat16 on CUDA. Raises UserError if it cannot be a target."""
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"target.device: wanted {device}, got a machine without CUDA; use device=cpu")
+        dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+        if dtype not in _DTYPES:
+            raise UserError(f"target.dtype: wanted one of {', '.join(_DTYPES)} or auto, got {dtype}")
+        folder = Path(path)
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
+        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")):
+            raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
+        try:
+            config = AutoConfig.from_pretrained(path, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=_DTYPES[dtype], revision=revision, **({"attn_implementation": attn_implementation} if attn_implementation else {})
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:  # missing folder, damaged file, unknown architecture
+            raise UserError(f"target {path}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a model folder or a hub name") from error
+        return cls(model.to(device), tokenizer, path)
+
+    def _find_layers(self) -> nn.ModuleList:
+        wanted = int(self.config.num_hidden_layers)
+        lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+        if not lists:
+            raise UserError(f"target {self.name}: found no list of {wanted} decoder layers in {type(self.decoder).__name__}; this architecture is not supported")
+        return lists[0]
+
+    def _attention_windows(self) -> dict[str, int | None]:
+        """{mask kind: window in positions, None = full}. One entry: the model takes one mask; more: a dict of masks by kind."""
+        kinds = list(dict.fromkeys(getattr(self.config, "layer_types", None) or []))
+        window = getattr(self.config, "sliding_window", None)
+        unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+        if unknown or getattr(self.config, "is_encoder_decoder", False):
+            raise UserError(
+                f"target {self.name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; wanted attention layers whose cache can be cut back (full or sliding)"
+            )
+        if not kinds:
+            return {"full_attention": window if getattr(self.config, "use_sliding_window", True) else None}
+        return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+    def _check_logits(self) -> None:
+        """Compare `logits` with the model's own on a probe: an architecture that post-processes them in a way unknown here must not pass."""
+        ids = torch.arange(1, 5, device=self.device).unsqueeze(0) % self.vocab_size
+        with torch.no_grad():
+            want = self.model(input_ids=ids, use_cache=False).logits.float()
+            got = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state).float()
+        gap = float((want - got).abs().max())
+        if not gap <= 1e-3 + 0.02 * float(want.abs().max()) * (self.dtype != torch.float32):
+            raise UserError(f"target {self.name}: its logits differ by {gap:.3g} from lm_head of its last hidden state; this architecture is not supported")
+
+    # -- taps ------------------------------------------------------------------------------------------------------------------------------
+
+    def set_taps(self, taps: Sequence[int]) -> None:
+        """Capture the outputs of these layers (canonical k, see the module's docstring) in every forward pass from now on."""
+        bad = [k for k in taps if not 0 <= k <= self.num_layers]
+        if bad or list(taps) != sorted(set(taps)):
+            raise UserError(f"taps: wanted ascending layer indices in 0 .. {self.num_layers}, got {list(taps)}")
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._captured = [], {}
+        for k in taps:
+            module = self.layers[k - 1] if k else self.embeddings
+            self._hooks.append(module.register_forward_hook(self._capture(k)))
+        self.taps = tuple(taps)
+
+    def _capture(self, k: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._captured[k] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    # -- forward passes --------------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, ids_BN: Tensor, position_BN: Tensor, allowed: dict[str, Tensor], cache: TreeCache | None) -> Step:
+        masks = {kind: _additive(mask_BNL, self.dtype) for kind, mask_BNL in allowed.items()}
+        if self.max_positions is not None:
+            # Nodes past the last position can never be emitted (the engine stops before), but learned position tables would be overrun.
+            position_BN = position_BN.clamp(max=self.max_positions - 1)
+        out = self.decoder(
+            input_ids=ids_BN,
+            position_ids=position_BN,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        taps_BNF = torch.cat([self._captured[k] for k in self.taps], dim=-1) if self.taps else None
+        self._captured.clear()
+        return Step(out.last_hidden_state, taps_BNF)
+
+    def _windowed(self, allowed_BNL: Tensor, query_BN: Tensor, key_BL: Tensor) -> dict[str, Tensor]:
+        """Cut each mask kind's window: a query sees keys less than `window` *positions* back, however they are stored."""
+        masks = {}
+        for kind, window in self._windows.items():
+            near = None if window is None else query_BN.unsqueeze(-1) - key_BL.unsqueeze(1) < window
+            masks[kind] = allowed_BNL if near is None else allowed_BNL & near
+        return masks
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] logits of last hidden states [..., H], with the family's own scaling (Gemma's soft cap, Granite's and Cohere's factors)."""
+        logits: Tensor = self.lm_head(hidden)
+        if (scaling := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / scaling
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor) -> Step:
+        """One causal pass without a cache. Tokens attend within their own document (ids >= 0; -1 is padding) only."""
+        causal = torch.ones(ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device).tril()
+        allowed_BTT = causal & (document_BT.unsqueeze(1) == document_BT.unsqueeze(2))
+        return self._forward(ids_BT, position_BT, self._windowed(allowed_BTT, position_BT, position_BT), None)
+
+    def allocate(self, batch: int, capacity: int) -> None:
+        """Make (or reuse) a cache of `batch` rows and at least `capacity` slots. Old content is not cleared, and never read."""
+        if self._cache is None or self._cache.batch != batch or self._cache.capacity < capacity:
+            self._cache = TreeCache(self.num_layers, batch, capacity)
+
+    def prefill(self, ids_BT: Tensor, length_B: Tensor) -> Step:
+        """Fill slots 0 .. T-1 with right-padded prompts. Returns every position's features; those at or past a row's length are garbage."""
+        assert self._cache is not None, "allocate() comes first"
+        batch, total = ids_BT.shape
+        slot = torch.arange(total, device=ids_BT.device)
+        steps = []
+        for start in range(0, total, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, total)
+            slots_BN = slot[start:stop].expand(batch, -1)
+            self._cache.place(slots_BN, stop, start)
+            allowed_BNL = (slot[:stop] <= slot[start:stop].unsqueeze(1)).expand(batch, -1, -1)
+            masks = self._windowed(allowed_BNL, slots_BN, slot[:stop].expand(batch, -1))
+            steps.append(self._forward(ids_BT[:, start:stop], slots_BN, masks, self._cache))
+        taps = [s.taps_BNF for s in steps if s.taps_BNF is not None]
+        return Step(torch.cat([s.hidden_BNH for s in steps], 1), torch.cat(taps, 1) if taps else None)
+
+    def verify(self, tree: DraftTree, length_B: Tensor, max_length: int, uniform: bool) -> Step:
+        """One forward pass over the tree's N nodes, root at position `length`. Does not change what is committed.
+
+        max_length: a host-side upper bound of length_B. uniform: every row has length max_length (allows a plain slice write).
+        """
+        assert self._cache is not None, "allocate() comes first"
+        slots_BN = length_B.unsqueeze(1) + torch.arange(tree.num_nodes, device=length_B.device)
+        position_BN = length_B.unsqueeze(1) + tree.depth_BN
+        visible = max_length + tree.num_nodes
+        self._cache.place(slots_BN, visible, max_length if uniform else None)
+        allowed_BNL, key_BL = tree_mask(tree, length_B, slots_BN, position_BN, visible)
+        return self._forward(tree.tokens_BN, position_BN, self._windowed(allowed_BNL, position_BN, key_BL), self._cache)
+
+    def commit(self, tree: DraftTree, path_BP: Tensor, length_B: Tensor) -> None:
+        """Keep the path's K/V: node path[i] moves to slot length + i. A chain's nodes lie there already."""
+        if tree.is_chain:
+            return
+        assert self._cache is not None
+        target_BP = length_B.unsqueeze(1) + torch.arange(path_BP.shape[1], device=path_BP.device)
+        self._cache.move(length_B.unsqueeze(1) + path_BP, target_BP)
+
+    # -- identity --------------------------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, str]:
+        """{"tokenizer", "config", "weights"}: short hashes by which a drafter recognises its target, whatever dtype it is loaded in."""
+        weights = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).view(torch.int16).cpu()
+            weights.update(name.encode() + sample.numpy().tobytes())
+        config = {k: v for k, v in self.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
+        prints = {"config": _digest(json.dumps(config, sort_keys=True, default=str)), "weights": weights.hexdigest()[:16]}
+        if self.tokenizer is not None:
+            vocab = json.dumps(sorted(self.tokenizer.get_vocab().items())) + str(self.tokenizer.chat_template)
+            prints["tokenizer"] = _digest(vocab)
+        return prints
+
+
+def tree_mask(tree: DraftTree, length_B: Tensor, slots_BN: Tensor, position_BN: Tensor, visible: int) -> tuple[Tensor, Tensor]:
+    """(allowed [B, N, L] bool, key positions [B, L]): every node sees its row's committed slots and its own ancestors, nothing else."""
+    batch, nodes = tree.tokens_BN.shape
+    slot_L = torch.arange(visible, device=length_B.device)
+    committed_BL = slot_L < length_B.unsqueeze(1)
+    allowed_BNL = committed_BL.unsqueeze(1).repeat(1, nodes, 1)
+    allowed_BNL.scatter_(2, slots_BN.unsqueeze(1).expand(batch, nodes, nodes), tree.ancestors_BNN)
+    key_BL = slot_L.repeat(batch, 1).scatter_(1, slots_BN, position_BN)
+    return allowed_BNL, key_BL
+
+
+def _additive(allowed_BNL: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(allowed_BNL.shape, dtype=dtype, device=allowed_BNL.device)
+    return mask.masked_fill_(~allowed_BNL, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

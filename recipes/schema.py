@@ -1,0 +1,379 @@
+"""Recipes: one YAML file describes one training, checked key by key before anything heavy starts.
+
+    recipe = load_recipe("quickstart/eagle3", ["train.steps=50", "eval.temperatures=[0.0]"])
+    print(to_yaml(recipe))
+
+The schema is the dataclasses below: a field's annotation holds its type and its bounds, `__post_init__` checks both, and a section that was built
+in Python is checked just as one that was read from a file. Every error is one line that names the dotted key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from .. import UserError
+from .dialect import dump_yaml, parse_yaml
+from .sections import Bound, Items, Pattern, Section, as_mapping, build, describe, misfit, override
+
+BUILTIN = "builtin:"  # the prefix of a target that comes with the package
+
+Text = Annotated[str, Pattern(r"[^\x00]+", "that is not empty")]
+RunName = Annotated[str, Pattern(r"[A-Za-z0-9][A-Za-z0-9._-]*", "of letters, digits, '.', '_' and '-' (it names the run's folder)")]
+Size = Annotated[int, Bound(">=", 1)]
+Count = Annotated[int, Bound(">=", 0)]
+Seed = Annotated[int, Bound(">=", 0), Bound("<", 2**31)]
+Positive = Annotated[float, Bound(">", 0)]
+NonNegative = Annotated[float, Bound(">=", 0)]
+Share = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+Beta = Annotated[float, Bound(">=", 0), Bound("<", 1)]
+
+
+def _check_micro_batch(batch_size: int, micro_batch_size: int | None) -> None:
+    if micro_batch_size is not None and batch_size % micro_batch_size:
+        raise misfit("train.micro_batch_size", f"a divisor of train.batch_size ({batch_size})", micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRef(Section):
+    """The language model that the drafter is for."""
+
+    section = "target"
+    path: Text = BUILTIN + "quickstart"  # "builtin:NAME", a folder, or a name on the Hugging Face hub
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"  # auto: what suits the device
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attn_implementation: Text | None = None  # null: what transformers picks
+    revision: Text | None = None  # a branch, tag or commit on the hub
+
+    @property
+    def location(self) -> str:
+        """What `from_pretrained` takes: a folder or a hub name, "builtin:NAME" resolved to its folder in the installed package.
+
+        Raises UserError if no such target comes with the package.
+        """
+        if not self.path.startswith(BUILTIN):
+            return self.path
+        name = self.path.removeprefix(BUILTIN)
+        known = {entry.name: entry / "target" for entry in _root().iterdir() if (entry / "target" / "config.json").is_file()}
+        if name not in known:
+            names = ", ".join(BUILTIN + found for found in sorted(known)) or "this installation has none; install draftsmith again"
+            raise misfit("target.path", f"a target that comes with draftsmith ({names})", self.path)
+        return str(known[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter(Section):
+    """The drafter's method and size; null sizes follow the target."""
+
+    section = "drafter"
+    method: Text = "eagle3"
+    init: Text | None = None  # folder of a drafter to continue from
+    taps: Annotated[list[Count], Items(distinct=True)] | None = None  # k indexes Hugging Face's hidden_states: 0 embeddings, k after layer k
+    draft_vocab_size: Size | None = None  # null: the whole vocabulary
+    num_layers: Size = 1
+    intermediate_size: Size | None = None
+    num_heads: Size | None = None
+    num_kv_heads: Size | None = None
+
+    def check_together(self) -> None:
+        if self.num_heads is not None and self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise misfit("drafter.num_kv_heads", f"a divisor of drafter.num_heads ({self.num_heads})", self.num_kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """The prompts, and whose responses the drafter learns from."""
+
+    section = "data"
+    source: Text = "stdlib"  # "stdlib", or a .jsonl with {"messages": [..]} or {"prompt": ..} a line
+    num_prompts: Size = 1024
+    prompt_chars: Size = 240  # characters of a stdlib prompt
+    responses: Literal["target", "given"] = "target"
+    response_tokens: Size = 160  # the most that the target generates
+    temperatures: Annotated[list[NonNegative], Items()] = field(default_factory=lambda: [0.0, 1.0])  # used in turn; a repeat weighs more
+    generation_batch: Size = 32
+    sequence_length: Size = 512  # tokens of prompt and response together; longer ones are cut
+    seed: Seed = 0
+
+    def check_together(self) -> None:
+        if self.responses == "target" and self.response_tokens >= self.sequence_length:
+            wanted = f"fewer than data.sequence_length ({self.sequence_length}), which has to hold the prompt too"
+            raise misfit("data.response_tokens", wanted, self.response_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(Section):
+    """The training objective."""
+
+    section = "objective"
+    name: Text = "eagle3"
+    steps: Size = 4  # of the training-time test
+    step_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.8  # weight of step i: step_decay ** i
+    normaliser: Literal["per_sequence", "per_token"] = "per_sequence"
+    chunk_tokens: Size = 1024  # tokens whose logits are held at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Section):
+    """The training loop of a drafter."""
+
+    section = "train"
+    steps: Size = 1000
+    batch_size: Size = 8  # sequences a step, over all processes
+    micro_batch_size: Size | None = None  # sequences a forward, per process; null: the process's whole share
+    lr: Positive = 1e-3
+    betas: Annotated[list[Beta], Items(2, 2)] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: NonNegative = 0.0
+    warmup_ratio: Share = 0.05
+    lr_schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    clip_norm: Positive = 0.5
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    seed: Seed = 0
+    log_every: Size = 10
+    keep_last: Size = 1  # checkpoints kept for resuming, the best one not counted
+    trackers: Annotated[list[Literal["wandb", "tensorboard"]], Items(0, distinct=True)] = field(default_factory=list)
+    max_hours: Positive | None = None  # stop in good order after so long
+
+    def check_together(self) -> None:
+        _check_micro_batch(self.batch_size, self.micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(Section):
+    """The draft tree that is measured while training and in the final evaluation."""
+
+    section = "decode"
+    tree: Literal["dynamic", "chain"] = "chain"
+    depth: Size = 5
+    topk: Size = 4  # children a node of a dynamic tree
+    nodes: Size | None = None  # draft nodes a round, root not counted; null: `depth` for a chain, 16 (or depth, if more) for a dynamic tree
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes a round, root not counted, with null resolved."""
+        if self.nodes is not None:
+            return self.nodes
+        return self.depth if self.tree == "chain" else max(16, self.depth)
+
+    def check_together(self) -> None:
+        if self.tree == "chain" and self.num_nodes != self.depth:
+            raise misfit("decode.nodes", f"null, or decode.depth ({self.depth}) as the tree is a chain", self.nodes)
+        if self.num_nodes < self.depth:
+            raise misfit("decode.nodes", f"at least decode.depth ({self.depth}), which is else never reached", self.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(Section):
+    """Measured decoding: on a few development prompts while training, on the suite at the end."""
+
+    section = "eval"
+    every: Size = 200  # train steps between measured decodings
+    dev_prompts: Size = 16
+    dev_tokens: Size = 64
+    suite: Text = "stdlib"  # "stdlib", or a .jsonl of prompts
+    num_prompts: Size = 64
+    max_new_tokens: Size = 128
+    prompt_chars: Size = 240
+    temperatures: Annotated[list[NonNegative], Items(distinct=True)] = field(default_factory=lambda: [0.0, 1.0])
+    batch: Annotated[list[Size], Items(distinct=True)] = field(default_factory=lambda: [1])
+    timed_prompts: Size | None = None  # null: all
+    eager: bool = True  # time transformers' own generate too
+    bootstrap: Size = 2000  # resamples behind the intervals
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Section):
+    """The engine formats that a finished training writes."""
+
+    section = "export"
+    formats: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=lambda: ["vllm"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetShape(Section):
+    """A Llama-shaped causal language model with tied embeddings."""
+
+    section = "model"
+    vocab_size: Annotated[int, Bound(">=", 261)]  # 256 bytes and 5 special tokens
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Annotated[int, Bound(">=", 2)]
+    max_position_embeddings: Size
+
+    def check_together(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            wanted = f"a divisor of model.num_attention_heads ({self.num_attention_heads})"
+            raise misfit("model.num_key_value_heads", wanted, self.num_key_value_heads)
+        if self.head_dim % 2:
+            raise misfit("model.head_dim", "an even number, as rotary positions turn pairs", self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTrain(Section):
+    """The training loop of a small target."""
+
+    section = "train"
+    steps: Size
+    batch_size: Size  # sequences a step, over all processes
+    micro_batch_size: Size  # sequences a forward, per process
+    sequence_length: Size
+    lr: Positive
+    weight_decay: NonNegative
+    warmup_steps: Count
+    decay_share: Share  # the share of the steps over which the learning rate falls
+    eval_every: Size
+    mixed_precision: Literal["no", "bf16"] = "no"
+    seed: Seed = 0
+
+    def check_together(self) -> None:
+        _check_micro_batch(self.batch_size, self.micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe(Section):
+    """What every recipe has."""
+
+    name: RunName
+    description: str = ""
+    out: Text | None = None  # the run's folder; null: runs/<name>
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run writes, with null resolved."""
+        return Path("runs", self.name) if self.out is None else Path(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRecipe(_Recipe):
+    """Train, measure and export a drafter."""
+
+    kind: Literal["drafter"] = "drafter"
+    target: TargetRef = field(default_factory=TargetRef)
+    drafter: Drafter = field(default_factory=Drafter)
+    data: Data = field(default_factory=Data)
+    objective: Objective = field(default_factory=Objective)
+    train: Train = field(default_factory=Train)
+    decode: Decode = field(default_factory=Decode)
+    eval: Eval = field(default_factory=Eval)
+    export: Export = field(default_factory=Export)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecipe(_Recipe):
+    """Train a small target from scratch."""
+
+    kind: Literal["target"] = "target"
+    model: TargetShape
+    train: TargetTrain
+
+    def check_together(self) -> None:
+        if self.train.sequence_length > self.model.max_position_embeddings:
+            wanted = f"at most model.max_position_embeddings ({self.model.max_position_embeddings})"
+            raise misfit("train.sequence_length", wanted, self.train.sequence_length)
+
+
+KINDS: dict[str, type[DrafterRecipe] | type[TargetRecipe]] = {"drafter": DrafterRecipe, "target": TargetRecipe}
+
+
+# Reading and writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeInfo:
+    """A recipe that comes with the package; `method` is None for a target's."""
+
+    name: str
+    kind: str
+    description: str
+    method: str | None
+
+
+def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> DrafterRecipe | TargetRecipe:
+    """Read a recipe by the name of one that comes with the package ("quickstart/eagle3"), else by the path of a YAML file.
+
+    `overrides` are "a.b=value", the value in YAML; a later one wins. Raises UserError if there is no such recipe, or if it does not fit the schema.
+    """
+    return parse_recipe(parse_yaml(_read(path_or_name), path_or_name), overrides)
+
+
+def parse_recipe(mapping: Any, overrides: Sequence[str] = ()) -> DrafterRecipe | TargetRecipe:
+    """A recipe from nested mappings; `mapping` is left as it is. Raises UserError as `load_recipe` does."""
+    values = as_mapping("recipe", mapping)
+    kind = values.get("kind", "drafter")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise misfit("kind", describe(Literal["drafter", "target"]), kind)
+    for setting in overrides:
+        override(setting, KINDS[kind], values)
+    return build(KINDS[kind], values)
+
+
+def to_yaml(recipe: DrafterRecipe | TargetRecipe) -> str:
+    """The resolved recipe as YAML, every key written out; `load_recipe` reads it back to an equal recipe."""
+    values = dataclasses.asdict(recipe)
+    order = ["kind", *(name for name in values if name != "kind")]
+    return dump_yaml({name: values[name] for name in order})
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """The recipes that come with the package, in the order of their names."""
+    infos = []
+    for name, text in sorted(_builtin_files().items()):
+        recipe = parse_recipe(parse_yaml(text.read_text(encoding="utf-8"), name))
+        method = recipe.drafter.method if isinstance(recipe, DrafterRecipe) else None
+        infos.append(RecipeInfo(name=name, kind=recipe.kind, description=recipe.description, method=method))
+    return infos
+
+
+def read_recipe_text(name: str) -> str:
+    """The YAML of a recipe that comes with the package, comments and all. Raises UserError naming the nearest one if there is none."""
+    found = _builtin_files()
+    if name not in found:
+        raise _no_recipe("the name of a recipe that comes with draftsmith", name, found)
+    return found[name].read_text(encoding="utf-8")
+
+
+def _read(path_or_name: str) -> str:
+    found = _builtin_files()
+    if path_or_name in found:
+        return found[path_or_name].read_text(encoding="utf-8")
+    path = Path(path_or_name)
+    if not path.is_file():
+        raise _no_recipe("a YAML file, or the name of a recipe that comes with draftsmith", path_or_name, found)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path_or_name}: wanted a text file in UTF-8, got byte {error.start} that is not; save it as UTF-8") from error
+
+
+def _no_recipe(wanted: str, got: str, known: Mapping[str, object]) -> UserError:
+    nearest = difflib.get_close_matches(got, known, n=1, cutoff=0.0)
+    assert nearest, "the package has no recipes: it was built without its data"
+    return misfit("recipe", wanted, got, f"did you mean {nearest[0]}? (all: draftsmith recipes list)")
+
+
+def _root() -> Traversable:
+    assert __package__
+    return files(__package__)
+
+
+def _builtin_files() -> dict[str, Traversable]:
+    """The package's YAML files by recipe name: the path below recipes/, without its suffix."""
+
+    def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                yield from walk(entry, f"{prefix}{entry.name}/")
+            elif entry.name.endswith(".yaml"):
+                yield prefix + entry.name.removesuffix(".yaml"), entry
+
+    return dict(walk(_root(), ""))
