@@ -77,7 +77,7 @@ class CodeWindow:
 def windows(file: SourceFile, *, prompt_chars: int, total_chars: int, stride_chars: int) -> Iterator[CodeWindow]:
     """Cut a file into windows of about `total_chars` characters whose first `prompt_chars` or so are the prompt.
 
-    The prompt loses its last newline, which opens the continuation, so that neither side ends in white space that a tokenizer would merge.
+    The newlines that end the prompt open the continuation instead, so that neither side ends in white space that a tokenizer would merge.
     """
     lines = file.text.splitlines(keepends=True)
     starts, offset = [], 0
@@ -94,7 +94,7 @@ def windows(file: SourceFile, *, prompt_chars: int, total_chars: int, stride_cha
         while end < len(lines) and starts[end] - start < total_chars:
             end += 1
         prompt = "".join(lines[index:split]).rstrip("\n")
-        continuation = "\n" + "".join(lines[split:end])
+        continuation = "".join(lines[index:end])[len(prompt) :]
         if len(continuation) < total_chars // 8:
             return
         yield CodeWindow(name=file.name, prompt=prompt, continuation=continuation, ends_file=end == len(lines))

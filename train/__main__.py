@@ -1,0 +1,10 @@
+"""`accelerate launch -m draftsmith.train RECIPE [key=value ...]`: the same code as `draftsmith train`."""
+
+from __future__ import annotations
+
+import sys
+
+from .run import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
