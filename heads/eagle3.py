@@ -1,0 +1,374 @@
+"""EAGLE-3 (2503.01840): one decoder layer on the target's tapped features and the next token's embedding, unrolled on its own hidden states.
+
+    g_t = fc(taps_t)                                     step 0; later steps feed the head's own pre-norm output instead
+    x   = [rms(embed(token_{t+1})); rms(g_t)]            embeddings first
+    h   = g_t + attention(x);  h = h + mlp(rms(h));      logits over the draft vocabulary = lm_head(rms(h)), predicting token t+2
+Pair t has rotary position t. Tensor names and arithmetic follow the layout that serving engines load: one Llama layer, no biases,
+`norm_before_residual` false; `d2t` holds offsets (target id = draft id + d2t[draft id]).
+
+Dims: B batch, T sequence, M pairs, K nodes a level, D depth, H hidden, F taps * H, V draft vocabulary, L cache slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .. import UserError
+from ..decode.proposer import Accepted
+from ..decode.sampling import Sampler
+from ..decode.target import Target
+from ..decode.tree import DraftTree
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The reference's three taps, k = (2, L // 2, L - 3); for targets too small for three distinct ones, as many as are left."""
+    return tuple(sorted({k for k in (2, num_layers // 2, num_layers - 3) if 1 <= k <= num_layers})) or (num_layers,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Sizes of the head. taps: canonical k (`decode/target.py`), ascending. target_vocab_size rows of embeddings, draft_vocab_size rows of lm_head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    target_vocab_size: int
+    draft_vocab_size: int
+    target_num_layers: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_positions: int = 2048
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
+        if not self.taps or list(self.taps) != sorted(set(self.taps)) or not 0 <= self.taps[0] <= self.taps[-1] <= self.target_num_layers:
+            raise UserError(f"drafter.taps: wanted ascending layers in 0 .. {self.target_num_layers} (the target's), got {list(self.taps)}")
+        if not 1 <= self.draft_vocab_size <= self.target_vocab_size:
+            raise UserError(f"drafter.draft_vocab_size: wanted 1 .. {self.target_vocab_size} (the target's vocabulary), got {self.draft_vocab_size}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise UserError(f"drafter.num_heads: wanted a multiple of num_kv_heads {self.num_kv_heads} and an even head_dim, got {self.num_heads}")
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        *,
+        taps: Sequence[int] | None = None,
+        draft_vocab_size: int | None = None,
+        intermediate_size: int | None = None,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+    ) -> Eagle3Config:
+        """Sizes that follow the target where none is given."""
+        config = target.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+        heads = num_heads or config.num_attention_heads
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+            num_heads=heads,
+            num_kv_heads=num_kv_heads or (heads if num_heads else getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
+            taps=tuple(taps) if taps is not None else default_taps(target.num_layers),
+            target_vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size or target.vocab_size,
+            target_num_layers=target.num_layers,
+            rope_theta=float(theta or getattr(config, "rope_theta", None) or 10000.0),
+            max_positions=target.max_positions or 2048,
+        )
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 as Llama does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of the head's attention; the input is [embedding; hidden], twice the width."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_dim
+        double = 2 * config.hidden_size
+        self.q_proj = nn.Linear(double, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(double, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(double, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, config.hidden_size, bias=False)
+        inverse = config.rope_theta ** (-torch.arange(0, self.width, 2, dtype=torch.float32) / self.width)
+        self.register_buffer("inverse_frequency", inverse, persistent=False)
+        self.inverse_frequency: Tensor
+
+    def project(self, x_BMW: Tensor, position_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, heads, M, width], rotated keys and values [B, kv_heads, M, width]."""
+        batch, pairs, _ = x_BMW.shape
+        query = self.q_proj(x_BMW).view(batch, pairs, self.heads, self.width).transpose(1, 2)
+        key = self.k_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
+        value = self.v_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
+        angle = (position_BM.float().unsqueeze(-1) * self.inverse_frequency).repeat(1, 1, 2).unsqueeze(1)
+        cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def expand(self, states: Tensor) -> Tensor:
+        """Repeat kv heads to match the query heads."""
+        return states if self.kv_heads == self.heads else states.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, heads, M, width] -> [B, M, H]."""
+        merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return merged
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class MLP(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class MidLayer(nn.Module):
+    """The head's decoder layer."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[rms(embedding); rms(hidden)]."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Residual, then the MLP with its own: the pre-norm output, which is also the next step's hidden state."""
+        hidden = hidden + attended
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3(nn.Module):
+    """The head. Its embeddings are the target's, frozen and not saved: `bind` attaches them."""
+
+    method = "eagle3"
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = MidLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.ones(config.target_vocab_size, dtype=torch.bool))
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self._embed: list[nn.Module] = []  # in a list, so that it is no submodule: never trained, never saved
+
+    def bind(self, target: Target) -> Eagle3:
+        """Use the target's embeddings. Returns self."""
+        self._embed = [target.embeddings]
+        return self
+
+    def set_draft_vocabulary(self, ids: Tensor, target: Target | None = None) -> None:
+        """Choose the draft vocabulary: ascending distinct target ids [V]. With a target, lm_head starts from the target's rows."""
+        ids = ids.sort().values.to(self.d2t.device)
+        if ids.numel() != self.config.draft_vocab_size or ids.unique().numel() != ids.numel():
+            raise UserError(f"draft vocabulary: wanted {self.config.draft_vocab_size} distinct ids, got {ids.unique().numel()} of {ids.numel()}")
+        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+        if target is not None:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(target.lm_head.weight[ids])
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V] target id of each draft id."""
+        return torch.arange(self.d2t.numel(), device=self.d2t.device) + self.d2t
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The target's embeddings in the head's dtype."""
+        assert self._embed, "bind(target) comes first"
+        with torch.no_grad():
+            out: Tensor = self._embed[0](ids)
+        return out.to(self.fc.weight.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] over the draft vocabulary, from pre-norm outputs."""
+        out: Tensor = self.lm_head(self.norm(hidden))
+        return out
+
+    def training_outputs(self, taps_BTF: Tensor, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, steps: int) -> list[Tensor]:
+        """The training-time test: hidden states [B, T, H] after each of `steps` unrolled steps, pre-norm.
+
+        Step k at position t has eaten the true tokens up to t+1+k and predicts token t+2+k. Its query sees step 0 causally (own document) and its
+        own position's entries of steps 1 .. k, exactly what the cache holds when the head drafts k tokens past position t.
+        """
+        attention = self.midlayer.self_attn
+        hidden = self.fc(taps_BTF.to(self.fc.weight.dtype))
+        total = ids_BT.shape[1]
+        causal = torch.ones(total, total, dtype=torch.bool, device=ids_BT.device).tril()
+        allowed = (causal & (document_BT.unsqueeze(1) == document_BT.unsqueeze(2))).unsqueeze(1)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs = []
+        for k in range(steps):
+            ids = torch.cat([ids_BT[:, k + 1 :], ids_BT.new_zeros(ids_BT.shape[0], min(k + 1, total))], dim=1)
+            x = self.midlayer.inputs(self.embed(ids), hidden)
+            query, key, value = attention.project(x, position_BT + k)
+            keys.append(attention.expand(key))
+            values.append(attention.expand(value))
+            scale = attention.width**-0.5
+            scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
+            diagonal = [(query * later).sum(-1, keepdim=True) * scale for later in keys[1:]]
+            weights = torch.cat([scores, *diagonal], dim=-1).float().softmax(-1).to(query.dtype)
+            mixed = weights[..., :total] @ values[0]
+            for index, later in enumerate(values[1:]):
+                mixed = mixed + weights[..., total + index : total + index + 1] * later
+            hidden = self.midlayer.finish(hidden, attention.output(mixed))
+            outputs.append(hidden)
+        return outputs
+
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Eagle3Proposer:
+        """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes."""
+        return Eagle3Proposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes)
+
+
+class Eagle3Proposer:
+    """Grows a tree level by level: each level's `topk` most probable nodes are expanded, and of all candidates the best `nodes` are kept.
+
+    A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence, and with shared
+    noise the same idea given the noise that is known already.
+
+    Cache slots of a row:  0 ... pairs | level 1: topk | level 2: topk | ...      pairs = committed (feature, token) pairs
+    """
+
+    def __init__(self, head: Eagle3, *, depth: int, topk: int, nodes: int) -> None:
+        candidates = topk + (depth - 1) * topk * topk
+        if not depth <= nodes <= candidates:
+            raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
+        self.head, self.max_depth, self.topk, self.num_nodes = head, depth, topk, nodes + 1
+        self.taps = head.config.taps
+        self._keys = self._values = self._hidden_BH = self._pairs_B = torch.empty(0)
+        self._most_pairs = 0
+
+    def reset(self, batch: int, capacity: int) -> None:
+        """Make room for the committed pairs and one tree."""
+        config, weight = self.head.config, self.head.fc.weight
+        shape = (batch, config.num_kv_heads, capacity + self.max_depth * self.topk, config.head_dim)
+        if self._keys.shape != shape or self._keys.dtype != weight.dtype:
+            self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+            self._values = torch.zeros_like(self._keys)
+        self._pairs_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        self._most_pairs = 0
+
+    def observe(self, accepted: Accepted) -> None:
+        """Run the head over the new (feature, next token) pairs; remember the output of each row's last one."""
+        assert accepted.taps_BMF is not None
+        head, count = self.head, accepted.tokens_BM.shape[1]
+        column = torch.arange(count, device=accepted.tokens_BM.device)
+        slots_BM = self._pairs_B.unsqueeze(1) + column
+        visible = self._most_pairs + count
+        allowed_BML = torch.arange(visible, device=column.device) <= slots_BM.unsqueeze(-1)
+        fed = head.fc(accepted.taps_BMF.to(head.fc.weight.dtype))
+        hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML)
+        last_BH = hidden_BMH.gather(1, (accepted.count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
+        stands = (accepted.count_B > 0).unsqueeze(1)  # finished rows bring nothing new
+        self._hidden_BH = last_BH if self._most_pairs == 0 else torch.where(stands, last_BH, self._hidden_BH)
+        self._pairs_B = self._pairs_B + accepted.count_B
+        self._most_pairs = int(self._pairs_B.max())
+
+    def _run(self, fed_BMH: Tensor, ids_BM: Tensor, position_BM: Tensor, slots_BM: Tensor, allowed_BML: Tensor) -> Tensor:
+        """One pass of the head: hidden states fed and tokens in, pre-norm outputs [B, M, H] out; K/V go to `slots`."""
+        head = self.head
+        attention = head.midlayer.self_attn
+        query, key, value = attention.project(head.midlayer.inputs(head.embed(ids_BM), fed_BMH), position_BM)
+        rows = torch.arange(ids_BM.shape[0], device=ids_BM.device).unsqueeze(1)
+        self._keys[rows, :, slots_BM] = key.transpose(1, 2)
+        self._values[rows, :, slots_BM] = value.transpose(1, 2)
+        visible = allowed_BML.shape[-1]
+        mixed = functional.scaled_dot_product_attention(
+            query, attention.expand(self._keys[:, :, :visible]), attention.expand(self._values[:, :, :visible]), attn_mask=allowed_BML.unsqueeze(1)
+        )
+        return head.midlayer.finish(fed_BMH, attention.output(mixed))
+
+    def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
+        """The topk children of each node: target ids and log values [B, K, topk]."""
+        logits_BKV = self.head.logits(hidden_BKH)
+        ids_V = self.head.draft_ids
+        noise = None if noise_BDV is None else noise_BDV[:, level : level + 1].index_select(-1, ids_V)
+        values, index = sampler.scores(logits_BKV, noise).log_softmax(-1).topk(self.topk, dim=-1)
+        return ids_V[index], values
+
+    def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        """Grow the tree below the root."""
+        batch, k, device = root_B.shape[0], self.topk, root_B.device
+        tokens_BK, values_BK = (x.squeeze(1) for x in self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0))
+        parent_BK = torch.zeros_like(tokens_BK)  # candidate ids: 0 is the root, then candidates in order of creation
+        all_tokens, all_values, all_parents = [tokens_BK], [values_BK], [parent_BK]
+        made, first_slot = k, self._pairs_B.unsqueeze(1)
+        chosen_BK = torch.arange(1, k + 1, device=device).expand(batch, k)  # candidate ids that this level expands
+        hidden_BKH = self._hidden_BH.unsqueeze(1).expand(-1, k, -1)
+        slot_L = torch.arange(self._most_pairs + self.max_depth * k, device=device)
+        allowed_BKL = (slot_L < first_slot).unsqueeze(1).expand(-1, k, -1)
+        for level in range(1, self.max_depth):
+            slots_BK = first_slot + (level - 1) * k + torch.arange(k, device=device)
+            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
+            position_BK = (self._pairs_B + level - 1).unsqueeze(1).expand(-1, k)
+            hidden_BKH = self._run(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL)
+            child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
+            flat_tokens = child_tokens.flatten(1)
+            flat_values = (values_BK.unsqueeze(-1) + child_values).flatten(1)
+            all_tokens.append(flat_tokens)
+            all_values.append(flat_values)
+            all_parents.append(chosen_BK.repeat_interleave(k, dim=1))
+            values_BK, best = flat_values.topk(k, dim=-1)
+            tokens_BK, from_node = flat_tokens.gather(1, best), best // k
+            chosen_BK = best + made + 1
+            made += k * k
+            hidden_BKH = hidden_BKH.gather(1, from_node.unsqueeze(-1).expand_as(hidden_BKH))
+            allowed_BKL = allowed_BKL.gather(1, from_node.unsqueeze(-1).expand_as(allowed_BKL))
+        if k == 1:
+            return DraftTree.chain(torch.cat([root_B.unsqueeze(1), *all_tokens], dim=1))
+        return self._keep_best(root_B, torch.cat(all_tokens, 1), torch.cat(all_values, 1), torch.cat(all_parents, 1))
+
+    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor) -> DraftTree:
+        """The tree of the `nodes` candidates of greatest value. Values fall along edges, and a stable sort keeps a parent before a child of equal value."""
+        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, : self.num_nodes - 1].sort(dim=1).values
+        kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
+        parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)
+        return DraftTree.from_parents(
+            torch.cat([root_B.unsqueeze(1), tokens_BC.gather(1, order)], dim=1),
+            torch.searchsorted(kept.contiguous(), parents.contiguous()),  # candidate id -> node index
+            self.max_depth,
+        )
