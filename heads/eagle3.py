@@ -259,6 +259,10 @@ class Eagle3(nn.Module):
             outputs.append(hidden)
         return outputs
 
+    def forward(self, taps_BTF: Tensor, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, steps: int) -> list[Tensor]:
+        """`training_outputs`, where wrappers for several processes expect it."""
+        return self.training_outputs(taps_BTF, ids_BT, position_BT, document_BT, steps)
+
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Eagle3Proposer:
         """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes."""
         return Eagle3Proposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes)
