@@ -1,0 +1,308 @@
+"""Measure a drafter: the losslessness gate and the timings, on the same prompts, in one process, interleaved prompt by prompt."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from .. import __version__
+from ..decode.engine import Engine, Generation
+from ..decode.prompts import eos_ids, render_prompt
+from ..decode.proposer import Proposer
+from ..decode.sampling import Sampler, SamplingParams
+from ..decode.target import Target
+from ..decode.tree import DraftTree
+from .report import Cost, Lossless, OutputBucket, Piece, Report, Row, Sample, Speedup, SpeedupEndToEnd, Tie, TimeSplit, TokensPerSecond
+from .stats import mean_ratio_interval, paired_ratio_interval
+from .suites import Suite
+
+TIE_FACTOR = 4.0  # a tie is a gap below this many times the largest difference seen between the N-token and the 1-token kernels
+TIES_PER_TOKEN = 1e-4  # more than one tie in 10^4 tokens fails the gate
+BUCKETS = (0, 256, 1024, 2048, None)
+RULE = "shared-noise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure. eager: also time transformers' `generate`, on the prompts that are timed."""
+
+    temperatures: Sequence[float] = (0.0, 1.0)
+    max_new_tokens: int = 128
+    eager: bool = True
+    timed_prompts: int | None = None
+    bootstrap: int = 2000
+    seed: int = 0
+
+
+@torch.no_grad()
+def kernel_bound(target: Target, prompt: Sequence[int], nodes: int) -> float:
+    """Largest difference between the logits of one N-token pass and of N one-token passes, times TIE_FACTOR: below it two candidates are a tie."""
+    ids = torch.tensor([list(prompt)], device=target.device)
+    nodes = min(nodes, ids.shape[1] - 1)
+    base = ids.shape[1] - nodes
+    length = torch.tensor([base], device=target.device)
+    target.allocate(1, ids.shape[1] + nodes + 1)
+    target.prefill(ids[:, :base], length)
+    many = target.logits(target.verify(DraftTree.chain(ids[:, base:]), length, base, True).hidden_BNH)
+    one = [
+        target.logits(target.verify(DraftTree.root_only(ids[:, base + i]), length + i, base + i, True).hidden_BNH)[:, 0] for i in range(nodes)
+    ]
+    return float((many - torch.stack(one, 1)).abs().max()) * TIE_FACTOR
+
+
+@torch.no_grad()
+def score_gap(target: Target, prompt: Sequence[int], common: Sequence[int], a: int, b: int, params: SamplingParams) -> float:
+    """|score(a) - score(b)| of the plain sampler after prompt + common, in units of logits."""
+    ids = torch.tensor([[*prompt, *common]], device=target.device)
+    length = torch.tensor([ids.shape[1]], device=target.device)
+    target.allocate(1, ids.shape[1] + 2)
+    sampler = Sampler([params], target.device)
+    logits = target.logits(target.prefill(ids, length).hidden_BNH[:, -1:])
+    scores = sampler.scores(logits, sampler.noise(length, 1, target.vocab_size))[0, 0]
+    return float((scores[a] - scores[b]).abs()) * (params.temperature or 1.0)
+
+
+def _gate(target: Target, prompts: list[list[int]], plain: list[list[int]], spec: list[list[int]], params: list[SamplingParams], nodes: int) -> Lossless:
+    ties, identical, failed, bound = [], 0, False, None
+    for index, (want, got) in enumerate(zip(plain, spec, strict=True)):
+        if want == got:
+            identical += 1
+            continue
+        bound = kernel_bound(target, prompts[index], nodes) if bound is None else bound
+        place = next((i for i, (x, y) in enumerate(zip(want, got, strict=False)) if x != y), None)
+        if place is None:
+            failed = True  # one is a prefix of the other: no near-tie explains that
+            continue
+        gap = score_gap(target, prompts[index], want[:place], want[place], got[place], params[index])
+        failed |= gap > bound
+        ties.append(Tie(prompt=index, position=place, gap=gap, bound=bound))
+    checked = sum(len(t) for t in plain)
+    failed |= target.dtype == torch.float32 and len(ties) > max(1.0, TIES_PER_TOKEN * checked)
+    return Lossless(
+        lossless_class="L1", status="fail" if failed else "pass", checked=len(plain), identical=identical, ties=ties, tokens_checked=checked
+    )
+
+
+class _FirstToken:
+    """A stopping criterion that never stops, and notes when the first token came: decoding is timed from there."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.at = time.perf_counter() if self.at is None else self.at
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _eager(target: Target, prompt: list[int], params: SamplingParams, settings: Settings, stops: list[int]) -> tuple[int, float]:
+    """(tokens after the first, seconds after the first) of transformers' own generate, with its dynamic cache."""
+    first = _FirstToken()
+    torch.manual_seed(params.seed)
+    ids = torch.tensor([prompt], device=target.device)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": params.temperature, "top_k": 0} if params.temperature else {"do_sample": False}
+    out = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=stops or None,
+        pad_token_id=stops[0] if stops else 0,
+        stopping_criteria=[first],
+        **sampling,
+    )
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert first.at is not None
+    return out.shape[1] - len(prompt) - 1, time.perf_counter() - first.at
+
+
+def evaluate(
+    target: Target, proposer: Proposer, suite: Suite, settings: Settings, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> tuple[list[Row], list[Sample]]:
+    """One row a temperature at batch 1, and one sample text each. progress(label, done, all) is called after every prompt."""
+    assert target.tokenizer is not None
+    prompts = [render_prompt(target.tokenizer, messages) for messages in suite.prompts]
+    stops = eos_ids(target.model)
+    plain, spec = Engine(target), Engine(target, proposer)
+    rows, samples = [], []
+    for temperature in settings.temperatures:
+        params = [SamplingParams(temperature=temperature, seed=settings.seed + i) for i in range(len(prompts))]
+        timed = len(prompts) if settings.timed_prompts is None else min(settings.timed_prompts, len(prompts))
+        for engine in (plain, spec):  # warm-up
+            engine.generate([prompts[0]], params[0], min(16, settings.max_new_tokens), eos_ids=stops)
+        if settings.eager:
+            _eager(target, prompts[0], params[0], Settings(max_new_tokens=min(16, settings.max_new_tokens)), stops)
+        ours: list[Generation] = []
+        base: list[Generation] = []
+        eager: list[tuple[int, float]] = []
+        for index, prompt in enumerate(prompts):
+            pair = [(spec, ours), (plain, base)]
+            for engine, into in pair if index % 2 else pair[::-1]:  # neither side always runs on the other's warm caches
+                into.append(engine.generate([prompt], params[index], settings.max_new_tokens, eos_ids=stops))
+            if settings.eager and index < timed:
+                eager.append(_eager(target, prompt, params[index], settings, stops))
+            progress(f"T={temperature:g}", index + 1, len(prompts))
+        gate = _gate(target, prompts, [g.tokens[0] for g in base], [g.tokens[0] for g in ours], params, proposer.num_nodes)
+        rows.append(_row(suite.name, temperature, gate, ours, base, eager, settings, proposer))
+        samples.append(_sample(target, suite, prompts, ours, temperature))
+    return rows, samples
+
+
+def _decoded(generation: Generation) -> int:
+    """Tokens after the first, which the prefill gives."""
+    return len(generation.tokens[0]) - 1
+
+
+def _row(
+    suite: str,
+    temperature: float,
+    gate: Lossless,
+    ours: list[Generation],
+    base: list[Generation],
+    eager: list[tuple[int, float]],
+    settings: Settings,
+    proposer: Proposer,
+) -> Row:
+    longer = [i for i, g in enumerate(ours) if _decoded(g) > 0 and _decoded(base[i]) > 0]
+    ours_kept, base_kept = [ours[i] for i in longer], [base[i] for i in longer]
+    tokens, base_tokens = [_decoded(g) for g in ours_kept], [_decoded(g) for g in base_kept]
+    seconds, base_seconds = [g.times.decode for g in ours_kept], [g.times.decode for g in base_kept]
+    rounds = [r for g in ours_kept for r in g.rounds[0]]
+    options = {"resamples": settings.bootstrap, "seed": settings.seed}
+    tau = mean_ratio_interval(tokens, [len(g.rounds[0]) for g in ours_kept], **options)
+    speed = paired_ratio_interval(tokens, seconds, base_tokens, base_seconds, **options)
+    whole = paired_ratio_interval(
+        [n + 1 for n in tokens], [g.times.total for g in ours_kept], [n + 1 for n in base_tokens], [g.times.total for g in base_kept], **options
+    )
+    timed = [i for i in range(len(eager)) if i in set(longer) and eager[i][0] > 0]
+    against = None
+    if timed:
+        pick = [longer.index(i) for i in timed]
+        against = paired_ratio_interval(
+            [tokens[i] for i in pick], [seconds[i] for i in pick], [eager[i][0] for i in timed], [eager[i][1] for i in timed], **options
+        )
+    reached = [sum(r.accepted >= d for r in rounds) for d in range(proposer.max_depth + 1)]
+    draft, verify, total = (sum(getattr(g.times, name) for g in ours_kept) for name in ("draft", "verify", "decode"))
+    # The prefill's own observe() is part of the prefill, so draft and verify belong to the decode time entirely.
+    drafts_proposed = len(rounds) * (proposer.num_nodes - 1)
+    return Row(
+        suite=suite,
+        temperature=temperature,
+        batch=1,
+        rule=RULE,
+        category="all",
+        lossless=gate,
+        tau=tau.value,
+        tau_ci=(tau.lo, tau.hi),
+        acceptance_rate=sum(r.accepted for r in rounds) / drafts_proposed,
+        conditional_acceptance=[reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, proposer.max_depth + 1)],
+        tokens=sum(tokens),
+        tokens_per_second=TokensPerSecond(
+            speculative=sum(tokens) / sum(seconds),
+            engine=sum(base_tokens) / sum(base_seconds),
+            eager=sum(eager[i][0] for i in timed) / sum(eager[i][1] for i in timed) if timed else None,
+        ),
+        speedup=Speedup(
+            engine=speed.value,
+            engine_ci=(speed.lo, speed.hi),
+            eager=against.value if against else None,
+            eager_ci=(against.lo, against.hi) if against else None,
+        ),
+        speedup_end_to_end=SpeedupEndToEnd(engine=whole.value, engine_ci=(whole.lo, whole.hi)),
+        time_split=TimeSplit(draft=draft / total, verify=verify / total, overhead=max(0.0, 1 - draft / total - verify / total)),
+        accepted_length_histogram=[sum(r.accepted == d for r in rounds) for d in range(proposer.max_depth + 1)],
+        tau_by_output_position=_by_position(ours_kept),
+        prompts=len(ours),
+        rounds=len(rounds),
+        cost=Cost(
+            t_ar_ms=1e3 * sum(base_seconds) / sum(base_tokens), t_verify_ms=1e3 * verify / len(rounds), t_draft_ms=1e3 * draft / len(rounds)
+        ),
+    )
+
+
+def _by_position(generations: list[Generation]) -> list[OutputBucket]:
+    emitted, rounds = [0] * (len(BUCKETS) - 1), [0] * (len(BUCKETS) - 1)
+    for generation in generations:
+        at = 1
+        for entry in generation.rounds[0]:
+            bucket = sum(at >= edge for edge in BUCKETS[1:-1] if edge is not None)
+            emitted[bucket] += entry.emitted
+            rounds[bucket] += 1
+            at += entry.emitted
+    return [
+        OutputBucket(start=BUCKETS[i] or 0, end=BUCKETS[i + 1], tau=emitted[i] / rounds[i], rounds=rounds[i]) for i in range(len(rounds)) if rounds[i]
+    ]
+
+
+def _sample(target: Target, suite: Suite, prompts: list[list[int]], ours: list[Generation], temperature: float) -> Sample:
+    """The longest text; each round's accepted tokens as one drafted piece, then the target's own token."""
+    assert target.tokenizer is not None
+    best = max(range(len(ours)), key=lambda i: len(ours[i].tokens[0]))
+    tokens, rounds = ours[best].tokens[0], ours[best].rounds[0]
+    pieces, at = [Piece(text=target.tokenizer.decode(tokens[:1]), origin="target", round=0)], 1
+    for number, entry in enumerate(rounds, 1):
+        for count, origin in ((entry.accepted, "drafted"), (entry.emitted - entry.accepted, "target")):
+            if count:
+                pieces.append(Piece(text=target.tokenizer.decode(tokens[at : at + count]), origin=origin, round=number))  # type: ignore[arg-type]
+            at += count
+    return Sample(prompt=target.tokenizer.decode(prompts[best]), temperature=temperature, pieces=pieces)
+
+
+def build_report(
+    target: Target, drafter: dict[str, Any], suite: Suite, settings: Settings, rows: list[Row], samples: list[Sample], training: dict[str, Any] | None
+) -> Report:
+    """The report, with everything recorded that can change a number."""
+    device = torch.cuda.get_device_name() if target.device.type == "cuda" else _cpu_name()
+    return Report(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        target={
+            "name": target.name if os.sep not in target.name else os.path.basename(os.path.dirname(target.name)) or target.name,
+            "fingerprint": target.fingerprint(),
+            "layers": target.num_layers,
+            "parameters": sum(p.numel() for p in target.model.parameters()),
+            "attention": str(target.model.config._attn_implementation),
+        },
+        drafter=drafter,
+        hardware={
+            "device": device,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "draftsmith": __version__,
+        },
+        protocol={
+            "suite": suite.name,
+            "prompts": len(suite.prompts),
+            "prompts_sha256": suite.digest,
+            "max_new_tokens": settings.max_new_tokens,
+            "seed": settings.seed,
+            "bootstrap": settings.bootstrap,
+            "batch": 1,
+            "rule": RULE,
+            "order": "interleaved prompt by prompt, order of the two engines alternating",
+            "timed": "decoding only, from the first token; total tokens over total seconds",
+            "tie_factor": TIE_FACTOR,
+        },
+        results=rows,
+        samples=samples,
+        training=training,
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
+    except FileNotFoundError:  # not Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
