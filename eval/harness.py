@@ -276,7 +276,7 @@ def build_report(
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "transformers": transformers.__version__,
             "draftsmith": __version__,
         },

@@ -1,0 +1,104 @@
+"""The `draftsmith` command: parse, call, print. Exit codes: 0 done, 1 the gate failed, 2 the user's input is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import UserError, __version__
+from .recipes.schema import list_recipes, load_recipe, read_recipe_text
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=f"draftsmith {__version__}: train drafters for speculative decoding, and measure them.")
+recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with draftsmith.")
+app.add_typer(recipes_app, name="recipes")
+console = Console()
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
+
+
+@app.command()
+def train(recipe: str, overrides: Overrides = None) -> None:
+    """Run a recipe: data, training, evaluation, report."""
+    from .train.run import run
+
+    raise typer.Exit(run(load_recipe(recipe, overrides or [])))
+
+
+@app.command()
+def quickstart(overrides: Overrides = None) -> None:
+    """From nothing to a report, offline, on whatever machine this is."""
+    from .train.run import run
+
+    raise typer.Exit(run(load_recipe("quickstart/eagle3", overrides or [])))
+
+
+@app.command()
+def generate(
+    drafter: Annotated[Path, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],
+    prompt: Annotated[str, typer.Option(help="what to continue")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    depth: int = 5,
+) -> None:
+    """Stream text; tokens that were drafted are coloured, the target's own are plain."""
+    from .decode.engine import Engine
+    from .decode.prompts import eos_ids, render_prompt
+    from .decode.sampling import SamplingParams
+    from .decode.target import Target
+    from .heads.registry import load_drafter
+    from .recipes.schema import TargetRef
+
+    params = SamplingParams(temperature=temperature, seed=seed)
+    loaded = Target.load(TargetRef(path=target).location)
+    head, _ = load_drafter(drafter, loaded)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+
+    def show(row: int, new: list[int], drafted: int) -> None:
+        console.print(tokenizer.decode(new[:drafted]), style="green", end="", markup=False, highlight=False)
+        console.print(tokenizer.decode(new[drafted:], skip_special_tokens=True), end="", markup=False, highlight=False)
+
+    ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
+    out = Engine(loaded, head.proposer(depth=depth)).generate([ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show)
+    new, rounds = len(out.tokens[0]) - 1, len(out.rounds[0])
+    if rounds:
+        console.print(f"\n\n{new + 1} tokens, tau {new / rounds:.2f}, {new / out.times.decode:.1f} tokens/s", highlight=False)
+
+
+@recipes_app.command("list")
+def list_command() -> None:
+    """Names, kinds, methods."""
+    table = Table("name", "kind", "method", "description", box=None)
+    for info in list_recipes():
+        table.add_row(info.name, info.kind, info.method or "-", info.description)
+    console.print(table)
+
+
+@recipes_app.command()
+def show(name: str) -> None:
+    """Print a recipe with its comments."""
+    print(read_recipe_text(name), end="")
+
+
+@recipes_app.command()
+def copy(name: str, destination: Path) -> None:
+    """Copy a recipe to a file of yours, to be changed."""
+    text = read_recipe_text(name)
+    if destination.exists():
+        raise UserError(f"destination: wanted a new file, got {destination}, which exists; give another name")
+    destination.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Entry point: a UserError is one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

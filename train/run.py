@@ -1,0 +1,292 @@
+"""Run a recipe, from data to report: `draftsmith train RECIPE` and `accelerate launch -m draftsmith.train RECIPE` both come here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .. import UserError, __version__
+from ..decode.engine import Engine
+from ..decode.prompts import eos_ids, render_prompt
+from ..decode.sampling import SamplingParams
+from ..decode.target import Target
+from ..eval.harness import Settings, build_report, evaluate
+from ..eval.report import Report, read_report, terminal_table, write_report
+from ..eval.suites import load_suite
+from ..heads.eagle3 import Eagle3, Eagle3Config
+from ..heads.registry import load_drafter, save_drafter
+from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
+from .data import batches, frequent_tokens, regenerate
+from .language_model import schedule, train_language_model
+from .objectives.eagle3 import Eagle3Objective
+
+console = Console()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line of both launchers; returns the exit code (0 done, 1 the gate failed, 2 bad input)."""
+    try:
+        if not arguments:
+            raise UserError("recipe: wanted RECIPE [key=value ...], got nothing (all: draftsmith recipes list)")
+        return run(load_recipe(arguments[0], arguments[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(recipe: DrafterRecipe | TargetRecipe) -> int:
+    """Run all stages of a recipe in its run folder. What is finished there already, by the same recipe, is not done again."""
+    check_launch()
+    folder = recipe.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"out: wanted a folder that can be written, got {folder} ({error.strerror}); give another out=FOLDER") from error
+    text, kept = to_yaml(recipe), folder / "recipe.yaml"
+    if kept.is_file() and kept.read_text() != text:
+        raise UserError(f"out: wanted a new folder or one of the same recipe, got {folder}, which holds a run of another; give another out=FOLDER")
+    kept.write_text(text)
+    if isinstance(recipe, TargetRecipe):
+        train_language_model(recipe, folder, lambda entry: console.print(entry))
+        return 0
+    return train_drafter(recipe, folder)
+
+
+def check_launch() -> None:
+    """Stop if more processes were asked for than this run has: accelerate can drop them without a word (`accelerate launch --cpu --num_processes 2`)."""
+    asked = 1
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
+    except (FileNotFoundError, PermissionError):  # not Linux, or another user's process
+        words = []
+    if any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
+        for index, word in enumerate(words):
+            flag, _, value = word.partition("=")
+            if flag in ("--num_processes", "--num-processes"):
+                asked = int(value or words[index + 1])
+    if asked > 1 and int(os.environ.get("WORLD_SIZE", "1")) < asked:
+        raise UserError(
+            f"processes: wanted {asked}, got 1, as accelerate dropped the others; on a CPU launch with: ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} -m draftsmith.train RECIPE"
+        )
+
+
+def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
+    """Data, training with measured decoding, evaluation, export. Returns the exit code."""
+    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
+    main_process = accelerator.is_main_process
+    report_file = folder / "eval" / "report.json"
+    if report_file.is_file() and (folder / "drafter" / "config.json").is_file():
+        return _finish(read_report(report_file), folder) if main_process else 0
+    ref = recipe.target
+    target = Target.load(ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision)
+    began = time.monotonic()
+    with accelerator.main_process_first(), _bar(main_process) as bar:
+        task = bar.add_task("target's own responses", total=recipe.data.num_prompts, note="")
+        sequences = regenerate(
+            target,
+            recipe.data,
+            folder / "data" / "responses.jsonl",
+            lambda done, every, tokens: bar.update(task, completed=done, total=every, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s"),
+        )
+    generated = time.monotonic() - began
+    figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(len(i) - p for i, p in sequences)}
+    if not (folder / "drafter" / "config.json").is_file():
+        figures |= _fit(recipe, folder, accelerator, target, sequences)
+        if main_process:
+            (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    if not main_process:
+        return 0
+    if (folder / "training.json").is_file():
+        figures = json.loads((folder / "training.json").read_text())
+    return _finish(_measure(recipe, folder, target, figures), folder)
+
+
+def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: Target, sequences: list[tuple[list[int], int]]) -> dict[str, Any]:
+    """The training loop: step / log / measure by real decoding / keep the best."""
+    train, main_process = recipe.train, accelerator.is_main_process
+    torch.manual_seed(train.seed)
+    wanted = recipe.drafter
+    if wanted.method != "eagle3" or recipe.objective.name != "eagle3":
+        raise UserError(f"drafter.method: wanted eagle3, got {wanted.method} with objective {recipe.objective.name}")
+    if wanted.num_layers != 1:
+        raise UserError(f"drafter.num_layers: wanted 1, got {wanted.num_layers}")
+    if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
+        raise UserError(f"train.micro_batch_size: wanted at most batch_size / processes, got {train.micro_batch_size} on {accelerator.num_processes}")
+    drafter: Eagle3
+    if wanted.init:
+        drafter, _ = load_drafter(wanted.init, target, dtype=torch.float32)
+        drafter.train()
+    else:
+        config = Eagle3Config.for_target(
+            target,
+            taps=wanted.taps,
+            draft_vocab_size=wanted.draft_vocab_size,
+            intermediate_size=wanted.intermediate_size,
+            num_heads=wanted.num_heads,
+            num_kv_heads=wanted.num_kv_heads,
+        )
+        drafter = Eagle3(config).to(accelerator.device).bind(target)
+        drafter.set_draft_vocabulary(frequent_tokens(sequences, config.draft_vocab_size, config.target_vocab_size), target)
+    objective = Eagle3Objective(
+        steps=recipe.objective.steps,
+        step_decay=recipe.objective.step_decay,
+        normaliser=recipe.objective.normaliser,
+        chunk_tokens=recipe.objective.chunk_tokens,
+    )
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=train.weight_decay)
+    model, optimizer = accelerator.prepare(drafter, optimizer)
+    if train.trackers:
+        accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
+    share = train.batch_size // accelerator.num_processes
+    micro = train.micro_batch_size or share
+    if share * accelerator.num_processes != train.batch_size or share % micro:
+        raise UserError(f"train.batch_size: wanted a multiple of {accelerator.num_processes} processes x micro batch {micro}, got {train.batch_size}")
+    stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes)
+    warmup = max(1, round(train.warmup_ratio * train.steps))
+    contract = {
+        "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
+        "taps": list(drafter.config.taps),
+        "recipe": recipe.name,
+        "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
+    }
+    best, began, tokens = {"tau": 0.0, "step": 0}, time.monotonic(), 0
+    metrics_file = (folder / "metrics.jsonl").open("w", encoding="utf-8") if main_process else None
+    with _bar(main_process) as bar:
+        task = bar.add_task("training", total=train.steps, note="")
+        for step in range(train.steps + 1):
+            last_step = step == train.steps
+            late = train.max_hours is not None and time.monotonic() - began > 3600 * train.max_hours
+            if main_process and ((step and step % recipe.eval.every == 0) or last_step or late):
+                with torch.random.fork_rng():  # measuring never changes the training curve
+                    drafter.eval()
+                    tau = measured_tau(recipe, target, drafter)
+                    drafter.train()
+                    target.set_taps(drafter.config.taps)
+                _log(metrics_file, accelerator, {"step": step, "measured_tau": tau})
+                if tau > best["tau"]:
+                    best = {"tau": tau, "step": step}
+                    save_drafter(drafter, folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
+            if last_step or late:
+                break
+            target.set_taps(drafter.config.taps)
+            for group in optimizer.param_groups:
+                group["lr"] = train.lr * _lr_factor(train.lr_schedule, step, train.steps, warmup)
+            total = 0.0
+            entry: dict[str, float] = {}
+            for _ in range(share // micro):
+                batch = next(stream)
+                tokens += batch.ids_BT.numel() * accelerator.num_processes
+                loss, entry = objective(model, drafter, target, batch)
+                accelerator.backward(loss / (share // micro))
+                total += loss.item() / (share // micro)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), train.clip_norm))
+            if not math.isfinite(total) or not math.isfinite(norm):
+                raise FloatingPointError(f"step {step}: loss {total}, gradient norm {norm}; stopped before the optimizer step")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            speed = tokens / (time.monotonic() - began)
+            bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s  tau {best['tau']:.2f}")
+            if main_process and step % train.log_every == 0:
+                _log(metrics_file, accelerator, {"step": step, "loss": total, "gradient_norm": norm, "tokens_per_s": speed, **entry})
+    accelerator.end_training()
+    if main_process:
+        assert metrics_file is not None
+        metrics_file.close()
+        (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, **contract}, indent=2) + "\n")
+        if best["tau"] == 0.0:
+            raise FloatingPointError("no checkpoint was measured")
+        chosen, notes = load_drafter(folder / "checkpoints" / "best", target, dtype=torch.float32)
+        save_drafter(chosen, folder / "drafter", notes)
+    return {"train_seconds": time.monotonic() - began, "train_tokens": tokens, "best_step": best["step"], "best_dev_tau": best["tau"]}
+
+
+def _lr_factor(kind: str, step: int, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return schedule(step, steps, warmup, 1 - warmup / steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _log(handle: Any, accelerator: Accelerator, entry: dict[str, float]) -> None:
+    handle.write(json.dumps(entry) + "\n")
+    handle.flush()
+    accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
+
+
+def _proposer(drafter: Eagle3, decode: Decode) -> Any:
+    return drafter.proposer(tree=decode.tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
+
+
+def measured_tau(recipe: DrafterRecipe, target: Target, drafter: Eagle3) -> float:
+    """tau on development prompts by the engine that users run: greedy and sampled rows in one batch."""
+    assert target.tokenizer is not None
+    suite = load_suite(recipe.eval.suite, recipe.eval.dev_prompts, split="dev", prompt_chars=recipe.eval.prompt_chars, seed=recipe.eval.seed)
+    prompts = [render_prompt(target.tokenizer, m) for m in suite.prompts]
+    params = [SamplingParams(temperature=recipe.eval.temperatures[i % len(recipe.eval.temperatures)], seed=i) for i in range(len(prompts))]
+    out = Engine(target, _proposer(drafter, recipe.decode)).generate(prompts, params, recipe.eval.dev_tokens, eos_ids=eos_ids(target.model))
+    rounds = sum(len(r) for r in out.rounds)
+    return sum(len(t) - 1 for t in out.tokens) / rounds if rounds else 0.0
+
+
+def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> Report:
+    """The evaluation that follows every training."""
+    drafter, contract = load_drafter(folder / "drafter", target)
+    part = recipe.eval
+    unsupported = [size for size in part.batch if size != 1]
+    if unsupported:
+        raise UserError(f"eval.batch: wanted [1], got {part.batch}; timings of larger batches are not supported yet")
+    suite = load_suite(part.suite, part.num_prompts, split="test", prompt_chars=part.prompt_chars, seed=part.seed)
+    settings = Settings(
+        temperatures=part.temperatures,
+        max_new_tokens=part.max_new_tokens,
+        eager=part.eager,
+        timed_prompts=part.timed_prompts,
+        bootstrap=part.bootstrap,
+        seed=part.seed,
+    )
+    with _bar(True) as bar:
+        task = bar.add_task("evaluation", total=part.num_prompts, note="")
+        rows, samples = evaluate(
+            target, _proposer(drafter, recipe.decode), suite, settings, lambda label, done, every: bar.update(task, completed=done, total=every, note=label)
+        )
+    description = {
+        "method": drafter.method,
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "tree": recipe.decode.tree,
+        "depth": recipe.decode.depth,
+        "nodes": recipe.decode.num_nodes,
+        "contract": contract,
+    }
+    report = build_report(target, description, suite, settings, rows, samples, figures)
+    write_report(report, folder / "eval")
+    return report
+
+
+def _finish(report: Report, folder: Path) -> int:
+    console.print(terminal_table(report))
+    console.print(f"report: {(folder / 'eval' / 'report.html').resolve()}", soft_wrap=True)
+    return 1 if any(row.lossless.status == "fail" for row in report.results) else 0
+
+
+def _bar(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"), disable=not shown
+    )
