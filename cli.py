@@ -13,7 +13,9 @@ from rich.table import Table
 from . import UserError, __version__
 from .recipes.schema import list_recipes, load_recipe, read_recipe_text
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=f"draftsmith {__version__}: train drafters for speculative decoding, and measure them.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help=f"draftsmith {__version__}: train drafters for speculative decoding, and measure them."
+)
 recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with draftsmith.")
 app.add_typer(recipes_app, name="recipes")
 console = Console()

@@ -17,7 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 
-class TreeCache(Cache):
+class TreeCache(Cache):  # type: ignore[misc]  # transformers is not followed by mypy
     """A transformers cache whose `update` writes at the slots announced by `place` and returns the visible prefix.
 
     Holds `batch` rows of `capacity` slots. Storage is allocated by the first `update`, which tells heads, width, dtype and device.
@@ -33,7 +33,10 @@ class TreeCache(Cache):
         self._visible = 0
 
     def place(self, slots_BN: Tensor, visible: int, start: int | None) -> None:
-        """Announce where the next forward's N tokens go. Slots at or past `visible` are not returned. `start`: set if every row writes start .. start + N - 1."""
+        """Announce where the next forward's N tokens go. Slots at or past `visible` are not returned.
+
+        `start`: set if every row writes start .. start + N - 1.
+        """
         if visible > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {visible} were asked for")
         self._slots_BN, self._visible, self._start = slots_BN, visible, start
@@ -53,7 +56,9 @@ class TreeCache(Cache):
 
     def _layer(self, index: int, key_states: Tensor, value_states: Tensor) -> Tensor:
         if key_states.shape != value_states.shape:
-            raise ValueError(f"layer {index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of different shapes are not supported")
+            raise ValueError(
+                f"layer {index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} of different shapes are not supported"
+            )
         batch, heads, _, width = key_states.shape
         shape = (2, self.batch, heads, self.capacity, width)
         if batch != self.batch:

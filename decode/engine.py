@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from .. import UserError
 from .proposer import Accepted, Proposer
@@ -74,7 +73,7 @@ class Engine:
     ) -> Generation:
         """Generate for a batch of prompts (token ids, each at least one).
 
-        params: one for all rows, or one a row. on_tokens(row, new tokens, drafted) is called as tokens come; the first `drafted` of them were drafted.
+        params: one for all rows, or one a row. on_tokens(row, new tokens, drafted) is called as tokens come; the first `drafted` were drafted.
         Raises UserError if a prompt is empty or does not fit the target's positions.
         """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -125,7 +124,9 @@ class Engine:
             target.commit(tree, verdict.path_BP, length_B)
             path_BP, count_B = verdict.path_BP, (verdict.accepted_B + 1) * live_B
             tokens_BP = tree.tokens_BN.gather(1, path_BP)
-            next_BP = torch.cat([tokens_BP[:, 1:], verdict.next_B.unsqueeze(1)], 1).scatter(1, verdict.accepted_B.unsqueeze(1), verdict.next_B.unsqueeze(1))
+            next_BP = torch.cat([tokens_BP[:, 1:], verdict.next_B.unsqueeze(1)], 1).scatter(
+                1, verdict.accepted_B.unsqueeze(1), verdict.next_B.unsqueeze(1)
+            )
             observed = clock.now()
             if proposer:
                 taps = step.taps_BNF

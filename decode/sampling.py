@@ -108,7 +108,7 @@ class Sampler:
         return noise_BPV * self.random_B.view(-1, 1, 1)
 
     def warp(self, logits_BNV: Tensor) -> Tensor:
-        """Temperature, then top-k, top-p and min-p, in float32; filtered tokens are -inf. Rows of temperature 0 keep temperature 1 (argmax is the same)."""
+        """Temperature, then top-k, top-p and min-p, in float32; filtered tokens are -inf. Greedy rows keep temperature 1 (same argmax)."""
         if not self.any_random:
             return logits_BNV.float()
         logits_BNV = logits_BNV.float() / self.temperature_B.view(-1, 1, 1)

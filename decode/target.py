@@ -82,13 +82,19 @@ class Target:
         folder = Path(path)
         if folder.exists() and not (folder / "config.json").is_file():
             raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
-        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")):
+        if folder.is_dir() and not any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        ):
             raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
         try:
             config = AutoConfig.from_pretrained(path, revision=revision)
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=_DTYPES[dtype], revision=revision, **({"attn_implementation": attn_implementation} if attn_implementation else {})
+                path,
+                config=config,
+                dtype=_DTYPES[dtype],
+                revision=revision,
+                **({"attn_implementation": attn_implementation} if attn_implementation else {}),
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:  # missing folder, damaged file, unknown architecture
             raise UserError(f"target {path}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a model folder or a hub name") from error
@@ -98,7 +104,9 @@ class Target:
         wanted = int(self.config.num_hidden_layers)
         lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
         if not lists:
-            raise UserError(f"target {self.name}: found no list of {wanted} decoder layers in {type(self.decoder).__name__}; this architecture is not supported")
+            raise UserError(
+                f"target {self.name}: found no list of {wanted} decoder layers in {type(self.decoder).__name__}; this architecture is not supported"
+            )
         return lists[0]
 
     def _attention_windows(self) -> dict[str, int | None]:
@@ -108,7 +116,8 @@ class Target:
         unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
         if unknown or getattr(self.config, "is_encoder_decoder", False):
             raise UserError(
-                f"target {self.name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; wanted attention layers whose cache can be cut back (full or sliding)"
+                f"target {self.name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; "
+                "wanted attention layers whose cache can be cut back (full or sliding)"
             )
         if not kinds:
             return {"full_attention": window if getattr(self.config, "use_sliding_window", True) else None}
@@ -122,7 +131,9 @@ class Target:
             got = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state).float()
         gap = float((want - got).abs().max())
         if not gap <= 1e-3 + 0.02 * float(want.abs().max()) * (self.dtype != torch.float32):
-            raise UserError(f"target {self.name}: its logits differ by {gap:.3g} from lm_head of its last hidden state; this architecture is not supported")
+            raise UserError(
+                f"target {self.name}: its logits differ by {gap:.3g} from lm_head of its last hidden state; this architecture is not supported"
+            )
 
     # -- taps ------------------------------------------------------------------------------------------------------------------------------
 

@@ -52,9 +52,7 @@ def kernel_bound(target: Target, prompt: Sequence[int], nodes: int) -> float:
     target.allocate(1, ids.shape[1] + nodes + 1)
     target.prefill(ids[:, :base], length)
     many = target.logits(target.verify(DraftTree.chain(ids[:, base:]), length, base, True).hidden_BNH)
-    one = [
-        target.logits(target.verify(DraftTree.root_only(ids[:, base + i]), length + i, base + i, True).hidden_BNH)[:, 0] for i in range(nodes)
-    ]
+    one = [target.logits(target.verify(DraftTree.root_only(ids[:, base + i]), length + i, base + i, True).hidden_BNH)[:, 0] for i in range(nodes)]
     return float((many - torch.stack(one, 1)).abs().max()) * TIE_FACTOR
 
 
@@ -70,7 +68,9 @@ def score_gap(target: Target, prompt: Sequence[int], common: Sequence[int], a: i
     return float((scores[a] - scores[b]).abs()) * (params.temperature or 1.0)
 
 
-def _gate(target: Target, prompts: list[list[int]], plain: list[list[int]], spec: list[list[int]], params: list[SamplingParams], nodes: int) -> Lossless:
+def _gate(
+    target: Target, prompts: list[list[int]], plain: list[list[int]], spec: list[list[int]], params: list[SamplingParams], nodes: int
+) -> Lossless:
     ties, identical, failed, bound = [], 0, False, None
     for index, (want, got) in enumerate(zip(plain, spec, strict=True)):
         if want == got:
@@ -221,9 +221,7 @@ def _row(
         tau_by_output_position=_by_position(ours_kept),
         prompts=len(ours),
         rounds=len(rounds),
-        cost=Cost(
-            t_ar_ms=1e3 * sum(base_seconds) / sum(base_tokens), t_verify_ms=1e3 * verify / len(rounds), t_draft_ms=1e3 * draft / len(rounds)
-        ),
+        cost=Cost(t_ar_ms=1e3 * sum(base_seconds) / sum(base_tokens), t_verify_ms=1e3 * verify / len(rounds), t_draft_ms=1e3 * draft / len(rounds)),
     )
 
 

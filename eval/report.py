@@ -591,9 +591,7 @@ def render_markdown(report: Report) -> str:
     if report.samples:
         parts.append("## Samples\n\nBold: drafted and accepted. Plain: the target's own token.")
     for sample in report.samples:
-        text = "".join(
-            f"<b>{html.escape(piece.text)}</b>" if piece.origin == "drafted" else html.escape(piece.text) for piece in sample.pieces
-        )
+        text = "".join(f"<b>{html.escape(piece.text)}</b>" if piece.origin == "drafted" else html.escape(piece.text) for piece in sample.pieces)
         parts.append(f"T={sample.temperature:g}\n\n<pre><i>{html.escape(sample.prompt)}</i>{text}</pre>")
     parts.append("## Definitions\n\n" + "\n".join(f"- **{term}**: {_markdown_cell(meaning)}" for term, meaning in DEFINITIONS))
     parts.append("## Settings")

@@ -32,7 +32,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """Sizes of the head. taps: canonical k (`decode/target.py`), ascending. target_vocab_size rows of embeddings, draft_vocab_size rows of lm_head."""
+    """Sizes of the head. taps: canonical k (`decode/target.py`), ascending; lm_head has draft_vocab_size rows."""
 
     hidden_size: int
     intermediate_size: int
@@ -202,14 +202,16 @@ class Eagle3(nn.Module):
     def set_draft_vocabulary(self, ids: Tensor, target: Target | None = None) -> None:
         """Choose the draft vocabulary: ascending distinct target ids [V]. With a target, lm_head starts from the target's rows."""
         ids = ids.sort().values.to(self.d2t.device)
-        if ids.numel() != self.config.draft_vocab_size or ids.unique().numel() != ids.numel():
-            raise UserError(f"draft vocabulary: wanted {self.config.draft_vocab_size} distinct ids, got {ids.unique().numel()} of {ids.numel()}")
+        if ids.numel() != self.config.draft_vocab_size or torch.unique(ids).numel() != ids.numel():
+            raise UserError(f"draft vocabulary: wanted {self.config.draft_vocab_size} distinct ids, got {torch.unique(ids).numel()} of {ids.numel()}")
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
         if target is not None:
             with torch.no_grad():
-                self.lm_head.weight.copy_(target.lm_head.weight[ids])
+                rows = target.lm_head.weight
+                assert isinstance(rows, Tensor)
+                self.lm_head.weight.copy_(rows[ids])
 
     @property
     def draft_ids(self) -> Tensor:
@@ -271,8 +273,8 @@ class Eagle3(nn.Module):
 class Eagle3Proposer:
     """Grows a tree level by level: each level's `topk` most probable nodes are expanded, and of all candidates the best `nodes` are kept.
 
-    A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence, and with shared
-    noise the same idea given the noise that is known already.
+    A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence, and
+    with shared noise the same idea given the noise that is known already.
 
     Cache slots of a row:  0 ... pairs | level 1: topk | level 2: topk | ...      pairs = committed (feature, token) pairs
     """
@@ -367,7 +369,7 @@ class Eagle3Proposer:
         return self._keep_best(root_B, torch.cat(all_tokens, 1), torch.cat(all_values, 1), torch.cat(all_parents, 1))
 
     def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor) -> DraftTree:
-        """The tree of the `nodes` candidates of greatest value. Values fall along edges, and a stable sort keeps a parent before a child of equal value."""
+        """The tree of the `nodes` best candidates. Values fall along edges; a stable sort keeps a parent before a child of equal value."""
         order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, : self.num_nodes - 1].sort(dim=1).values
         kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
         parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)

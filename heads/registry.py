@@ -62,7 +62,9 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
         raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
     differs = [f"{part} {ours} is not {theirs}" for part, ours, theirs in differences(contract, target)]
     if differs:
-        raise UserError(f"drafter {folder}: belongs to another target ({'; '.join(differs)}); wanted the one it was trained for: {contract['target']['name']}")
+        raise UserError(
+            f"drafter {folder}: belongs to another target ({'; '.join(differs)}); wanted the one it was trained for: {contract['target']['name']}"
+        )
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().bind(target), contract
 
 

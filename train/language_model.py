@@ -187,7 +187,9 @@ def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[st
     processes, autocast = accelerator.num_processes, train.mixed_precision == "bf16"
     micro_batches = train.batch_size // (processes * train.micro_batch_size)
     if micro_batches * processes * train.micro_batch_size != train.batch_size:
-        raise ValueError(f"train.batch_size {train.batch_size} is not a multiple of {processes} processes x train.micro_batch_size {train.micro_batch_size}")
+        raise ValueError(
+            f"train.batch_size {train.batch_size} is not a multiple of {processes} processes x train.micro_batch_size {train.micro_batch_size}"
+        )
     began, tokens = time.monotonic(), 0
     figures: dict[str, Any] = {"parameters": sum(p.numel() for p in bare.parameters()), "corpus_tokens": len(corpus.stream), "processes": processes}
     for step in range(train.steps + 1):

@@ -58,7 +58,7 @@ def run(recipe: DrafterRecipe | TargetRecipe) -> int:
         raise UserError(f"out: wanted a folder that can be written, got {folder} ({error.strerror}); give another out=FOLDER") from error
     text, kept = to_yaml(recipe), folder / "recipe.yaml"
     if kept.is_file() and kept.read_text() != text:
-        raise UserError(f"out: wanted a new folder or one of the same recipe, got {folder}, which holds a run of another; give another out=FOLDER")
+        raise UserError(f"out: wanted a new folder, got {folder}, which holds a run of another recipe; give another out=FOLDER")
     kept.write_text(text)
     if isinstance(recipe, TargetRecipe):
         train_language_model(recipe, folder, lambda entry: console.print(entry))
@@ -67,7 +67,7 @@ def run(recipe: DrafterRecipe | TargetRecipe) -> int:
 
 
 def check_launch() -> None:
-    """Stop if more processes were asked for than this run has: accelerate can drop them without a word (`accelerate launch --cpu --num_processes 2`)."""
+    """Stop if more processes were asked for than this run has: `accelerate launch --cpu --num_processes 2` drops them without a word."""
     asked = 1
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
@@ -80,7 +80,8 @@ def check_launch() -> None:
                 asked = int(value or words[index + 1])
     if asked > 1 and int(os.environ.get("WORLD_SIZE", "1")) < asked:
         raise UserError(
-            f"processes: wanted {asked}, got 1, as accelerate dropped the others; on a CPU launch with: ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} -m draftsmith.train RECIPE"
+            f"processes: wanted {asked}, got 1, as accelerate dropped the others; on a CPU launch with: "
+            f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} -m draftsmith.train RECIPE"
         )
 
 
@@ -92,7 +93,9 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     if report_file.is_file() and (folder / "drafter" / "config.json").is_file():
         return _finish(read_report(report_file), folder) if main_process else 0
     ref = recipe.target
-    target = Target.load(ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision)
+    target = Target.load(
+        ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
+    )
     began = time.monotonic()
     with accelerator.main_process_first(), _bar(main_process) as bar:
         task = bar.add_task("target's own responses", total=recipe.data.num_prompts, note="")
@@ -265,7 +268,11 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
     with _bar(True) as bar:
         task = bar.add_task("evaluation", total=part.num_prompts, note="")
         rows, samples = evaluate(
-            target, _proposer(drafter, recipe.decode), suite, settings, lambda label, done, every: bar.update(task, completed=done, total=every, note=label)
+            target,
+            _proposer(drafter, recipe.decode),
+            suite,
+            settings,
+            lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
         )
     description = {
         "method": drafter.method,
@@ -288,5 +295,10 @@ def _finish(report: Report, folder: Path) -> int:
 
 def _bar(shown: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"), disable=not shown
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        disable=not shown,
     )

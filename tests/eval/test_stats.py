@@ -38,7 +38,7 @@ def test_three_prompts_match_the_enumerated_bootstrap() -> None:
 
 
 def simulated_run(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Both decoders answer the same prompts; A needs 1/ratio of B's expected time. A prompt's difficulty (spread 0.5) slows both, noise is 0.1 each."""
+    """Both decoders answer the same prompts; A needs 1/ratio of B's expected time. Difficulty (spread 0.5) slows both, noise is 0.1 each."""
     tokens = rng.integers(20, 128, prompts).astype(float)
     difficulty = rng.lognormal(0.0, 0.5, prompts)
     noise_a, noise_b = rng.lognormal(0.0, 0.1, (2, prompts))

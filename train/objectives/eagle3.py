@@ -69,9 +69,7 @@ class Eagle3Objective:
                 weights.append((judged, judged & inside))
             scale = sum(self.step_decay**k for k in range(self.steps))
             weight_SN = torch.stack([self.step_decay**k / scale * self._normalised(w) for k, (_, w) in enumerate(weights)]).flatten(1)
-        loss = chunked_soft_cross_entropy(
-            drafter.norm(hidden_SNH), drafter.lm_head.weight, weight_SN, lambda a, b: probs_NV[a:b], self.chunk_tokens
-        )
+        loss = chunked_soft_cross_entropy(drafter.norm(hidden_SNH), drafter.lm_head.weight, weight_SN, lambda a, b: probs_NV[a:b], self.chunk_tokens)
         return loss, self._accuracy(drafter, hidden_SNH, target_BN, weights, slot)
 
     def _normalised(self, kept_BW: Tensor) -> Tensor:
@@ -82,8 +80,10 @@ class Eagle3Objective:
         return kept / kept.sum(1, keepdim=True).clamp(min=1) / rows
 
     @torch.no_grad()
-    def _accuracy(self, drafter: Eagle3, hidden_SNH: Tensor, target_BN: Tensor, weights: list[tuple[Tensor, Tensor]], slot: Tensor) -> dict[str, float]:
-        """Share of judged places whose draft argmax is the target's; those outside the draft vocabulary count as misses. First step only: it is cheap."""
+    def _accuracy(
+        self, drafter: Eagle3, hidden_SNH: Tensor, target_BN: Tensor, weights: list[tuple[Tensor, Tensor]], slot: Tensor
+    ) -> dict[str, float]:
+        """Share of judged places whose draft argmax is the target's, at step 0; those outside the draft vocabulary count as misses."""
         judged = weights[0][0]
         size, width = judged.shape
         hidden_BWH = hidden_SNH[0].view(size, width, -1)
