@@ -112,6 +112,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         if main_process:
             (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     accelerator.wait_for_everyone()
+    accelerator.end_training()
     if not main_process:
         return 0
     if (folder / "training.json").is_file():
@@ -206,7 +207,6 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
             bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s  tau {best['tau']:.2f}")
             if main_process and step % train.log_every == 0:
                 _log(metrics_file, accelerator, {"step": step, "loss": total, "gradient_norm": norm, "tokens_per_s": speed, **entry})
-    accelerator.end_training()
     if main_process:
         assert metrics_file is not None
         metrics_file.close()
@@ -215,7 +215,13 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
             raise FloatingPointError("no checkpoint was measured")
         chosen, notes = load_drafter(folder / "checkpoints" / "best", target, dtype=torch.float32)
         save_drafter(chosen, folder / "drafter", notes)
-    return {"train_seconds": time.monotonic() - began, "train_tokens": tokens, "best_step": best["step"], "best_dev_tau": best["tau"]}
+    return {
+        "processes": accelerator.num_processes,
+        "train_seconds": time.monotonic() - began,
+        "train_tokens": tokens,
+        "best_step": best["step"],
+        "best_dev_tau": best["tau"],
+    }
 
 
 def _lr_factor(kind: str, step: int, steps: int, warmup: int) -> float:

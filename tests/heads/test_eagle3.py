@@ -1,0 +1,202 @@
+"""The EAGLE-3 head on the built-in target: training pass against cached drafting, losslessness, folders, and planted faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith import UserError
+from draftsmith.decode.engine import Engine
+from draftsmith.decode.proposer import Accepted
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.target import Target
+from draftsmith.heads.eagle3 import Eagle3, Eagle3Config, default_taps
+from draftsmith.heads.registry import load_drafter, save_drafter
+from draftsmith.recipes.schema import TargetRef
+from draftsmith.train.losses import chunked_soft_cross_entropy, soft_cross_entropy
+from draftsmith.train.objectives.eagle3 import Batch, Eagle3Objective
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load(TargetRef().location)
+
+
+def make_head(target: Target, seed: int = 0) -> Eagle3:
+    torch.manual_seed(seed)
+    head = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=700)).bind(target)
+    head.set_draft_vocabulary(torch.randperm(target.vocab_size)[:700], target)
+    return head
+
+
+def random_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(5, 2048, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_training_pass_equals_step_by_step_drafting_with_the_cache(target: Target) -> None:
+    head = make_head(target)
+    ids, position = random_ids(1, 30), torch.arange(30)[None]
+    target.set_taps(head.config.taps)
+    taps = target.features(ids, position, torch.zeros_like(ids)).taps_BNF
+    assert taps is not None
+    with torch.no_grad():
+        outputs = head.training_outputs(taps, ids, position, torch.zeros_like(ids), 4)
+        for pairs in (1, 9, 20):
+            proposer = head.proposer(depth=4)
+            proposer.reset(1, 64)
+            proposer.observe(
+                Accepted(ids[:, :pairs], ids[:, 1 : pairs + 1], taps[:, :pairs], torch.zeros(1, dtype=torch.int64), torch.tensor([pairs]))
+            )
+            hidden = proposer._hidden_BH.unsqueeze(1)
+            torch.testing.assert_close(hidden[:, 0], outputs[0][:, pairs - 1], atol=1e-5, rtol=1e-4)
+            for k in range(1, 4):  # true tokens are fed, as in training
+                slot = torch.tensor([[pairs + k - 1]])
+                hidden = proposer._run(hidden, ids[:, pairs + k : pairs + k + 1], slot, slot, (torch.arange(pairs + k) <= slot)[None])
+                torch.testing.assert_close(hidden[:, 0], outputs[k][:, pairs - 1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "settings", [{"tree": "chain", "depth": 4}, {"tree": "dynamic", "depth": 3, "topk": 3, "nodes": 12}], ids=["chain", "dynamic"]
+)
+def test_decoding_is_token_identical_in_a_ragged_batch(target: Target, settings: dict[str, int], temperature: float) -> None:
+    head = make_head(target).eval()
+    prompts = [random_ids(1, n, seed=n)[0].tolist() for n in (4, 11, 7, 1)]
+    params = [SamplingParams(temperature=temperature, seed=n) for n in range(4)]
+    plain = Engine(target).generate(prompts, params, 20).tokens
+    out = Engine(target, head.proposer(**settings)).generate(prompts, params, 20)  # type: ignore[arg-type]
+    assert out.tokens == plain
+    alone = [Engine(target, head.proposer(**settings)).generate([p], s, 20) for p, s in zip(prompts, params, strict=True)]  # type: ignore[arg-type]
+    assert [g.rounds[0] for g in alone] == out.rounds  # padding rows change no draft either
+
+
+def plain_loss(head: Eagle3, target: Target, batch: Batch, steps: int, decay: float) -> torch.Tensor:
+    """The objective written out: every step, row and position on its own, full tensors, per-sequence means."""
+    step = target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
+    assert step.taps_BNF is not None
+    outputs = head.training_outputs(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, steps)
+    logits = target.logits(step.hidden_BNH).float()
+    total = torch.zeros(())
+    for k, hidden in enumerate(outputs):
+        rows = []
+        for row in range(batch.ids_BT.shape[0]):
+            losses = []
+            for t in range(batch.ids_BT.shape[1] - 2 - k):
+                real = batch.document_BT[row, t] >= 0 and batch.document_BT[row, t] == batch.document_BT[row, t + 2 + k]
+                judge = logits[row, t + 1 + k]
+                if real and batch.loss_BT[row, t + 2 + k] and head.t2d[judge.argmax()]:
+                    losses.append(soft_cross_entropy(head.logits(hidden[row, t]), judge[head.draft_ids].softmax(-1)))
+            if losses:
+                rows.append(torch.stack(losses).mean())
+        total = total + decay**k * torch.stack(rows).mean()
+    return total / sum(decay**k for k in range(steps))
+
+
+def test_the_objective_equals_the_formula_in_value_and_gradient(target: Target) -> None:
+    ids = random_ids(2, 24)
+    loss_mask, document = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids)
+    loss_mask[0, :9] = False
+    document[1, 15:] = -1  # padding
+    loss_mask[1, 15:] = False
+    batch = Batch(ids, loss_mask, torch.arange(24).expand(2, 24), document)
+    grads, values = [], []
+    for chunked in (True, False):
+        head = make_head(target)
+        target.set_taps(head.config.taps)
+        if chunked:
+            value, metrics = Eagle3Objective(steps=3, step_decay=0.8, chunk_tokens=7)(head, head, target, batch)
+            assert 0 <= metrics["accuracy_0"] <= 1
+        else:
+            value = plain_loss(head, target, batch, 3, 0.8)
+        value.backward()  # type: ignore[no-untyped-call]
+        values.append(value.detach())
+        grads.append({name: p.grad for name, p in head.named_parameters()})
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5)
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_does_not_change_the_loss(target: Target) -> None:
+    ids = random_ids(1, 20)
+    head = make_head(target)
+    target.set_taps(head.config.taps)
+    objective = Eagle3Objective(steps=3)
+    short = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(20)[None], torch.zeros_like(ids))
+    pad = torch.nn.functional.pad
+    wide = Batch(pad(ids, (0, 9), value=77), pad(short.loss_BT, (0, 9)), torch.arange(29)[None], pad(short.document_BT, (0, 9), value=-1))
+    torch.testing.assert_close(objective(head, head, target, short)[0], objective(head, head, target, wide)[0])
+
+
+def test_chunked_loss_equals_the_formula_in_double() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 10, 6, dtype=torch.float64, requires_grad=True), torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
+    weights, probs = torch.rand(3, 10), torch.randn(13, 17).softmax(-1)
+    fast = chunked_soft_cross_entropy(hidden, weight, weights, lambda a, b: probs[a:b], 4)
+    slow = sum((weights[s] * soft_cross_entropy(hidden[s] @ weight.t(), probs[s : s + 10])).sum() for s in range(3))
+    assert isinstance(slow, torch.Tensor)
+    torch.testing.assert_close(fast, slow, check_dtype=False)
+    for a, b in zip(torch.autograd.grad(fast, (hidden, weight)), torch.autograd.grad(slow, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, check_dtype=False, atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_that_knows_the_text_is_accepted_and_a_shifted_vocabulary_is_not(target: Target) -> None:
+    """Over-fitted on the target's own greedy text the head drafts it; with every d2t off by one the same head drafts nothing."""
+    prompt = random_ids(1, 6, seed=5)[0].tolist()
+    text = Engine(target).generate([prompt], SamplingParams(), 40).tokens[0]
+    ids = torch.tensor([prompt + text])
+    torch.manual_seed(0)
+    head = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=700)).bind(target)
+    known = torch.unique(ids)
+    head.set_draft_vocabulary(torch.cat([known, torch.tensor([i for i in range(2047) if i not in set(known.tolist())])])[:700], target)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1])[None], torch.zeros_like(ids))
+    optimizer, objective = torch.optim.AdamW(head.parameters(), lr=3e-3), Eagle3Objective(steps=3)
+    for _ in range(60):
+        target.set_taps(head.config.taps)
+        loss, _metrics = objective(head, head, target, batch)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    def tau() -> float:
+        out = Engine(target, head.proposer(depth=3)).generate([prompt], SamplingParams(), 40)
+        assert out.tokens[0] == text
+        return (len(text) - 1) / len(out.rounds[0])
+
+    good = tau()
+    head.d2t += 1
+    assert good > 2.5 and tau() < 0.6 * good
+    head.d2t -= 1
+    object.__setattr__(head.config, "taps", tuple(k + 1 for k in head.config.taps))  # the wrong layers
+    assert tau() < good
+
+
+def test_folder_round_trip_and_refusals(target: Target, tmp_path: Path) -> None:
+    head = make_head(target)
+    contract = {"target": {"name": "builtin:quickstart", "fingerprint": target.fingerprint()}}
+    save_drafter(head, tmp_path / "d", contract)
+    loaded, read = load_drafter(tmp_path / "d", target)
+    assert read == contract and loaded.config == head.config
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    with pytest.raises(UserError, match="belongs to another target \\(weights"):
+        other = {**target.fingerprint(), "weights": "0"}
+        save_drafter(head, tmp_path / "other", {"target": {"name": "x", "fingerprint": other}})
+        load_drafter(tmp_path / "other", target)
+    weights = tmp_path / "d" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged"):
+        load_drafter(tmp_path / "d", target)
+    (tmp_path / "d" / "contract.json").unlink()
+    with pytest.raises(UserError, match=r"got none of contract\.json"):
+        load_drafter(tmp_path / "d", target)
+
+
+def test_config_is_checked(target: Target) -> None:
+    with pytest.raises(UserError, match="wanted ascending layers in 0 .. 20"):
+        Eagle3Config.for_target(target, taps=[2, 25])
+    with pytest.raises(UserError, match="draft_vocab_size: wanted 1 .. 2048"):
+        Eagle3Config.for_target(target, draft_vocab_size=4000)
+    assert default_taps(32) == (2, 16, 29) and default_taps(2) == (1, 2)
+    assert json.loads(json.dumps(Eagle3Config.for_target(target).taps)) == [2, 10, 17]

@@ -1,0 +1,102 @@
+"""The command as users run it: one whole small run, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = (
+    "data.num_prompts=8 data.response_tokens=24 data.generation_batch=8 train.steps=6 train.batch_size=4 train.micro_batch_size=2 eval.every=3 eval.dev_prompts=2 "
+    "eval.dev_tokens=12 eval.num_prompts=3 eval.max_new_tokens=16 eval.bootstrap=50"
+).split()
+
+
+def draftsmith(*arguments: str, module: str = "draftsmith", launcher: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*launcher, "-m", module, *arguments] if launcher else [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", **env}, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "r"
+    done = draftsmith("train", "quickstart/eagle3", f"out={folder}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "PASS" in done.stdout and "report.html" in done.stdout
+    return folder
+
+
+def test_a_run_leaves_what_the_plan_promises(run_folder: Path) -> None:
+    report = json.loads((run_folder / "eval" / "report.json").read_text())
+    assert [row["temperature"] for row in report["results"]] == [0.0, 1.0]
+    for row in report["results"]:
+        assert row["lossless"]["status"] == "pass" and row["lossless"]["identical"] == row["lossless"]["checked"] == 3
+        assert row["tau"] >= 1 and row["tokens_per_second"]["eager"] > 0
+    names = {str(path.relative_to(run_folder)) for path in run_folder.rglob("*") if path.is_file()}
+    wanted = "recipe.yaml provenance.json metrics.jsonl drafter/config.json drafter/model.safetensors drafter/contract.json eval/report.md eval/report.html"
+    assert set(wanted.split()) <= names and not any("partial" in name for name in names)
+    metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics if "measured_tau" in m] == [3, 6]
+
+
+def test_a_second_run_skips_what_is_done(run_folder: Path) -> None:
+    before = (run_folder / "eval" / "report.json").stat().st_mtime_ns
+    done = draftsmith("train", "quickstart/eagle3", f"out={run_folder}", *SMALL)
+    assert done.returncode == 0 and "report.html" in done.stdout
+    assert (run_folder / "eval" / "report.json").stat().st_mtime_ns == before
+
+
+def test_generate_streams_and_prints_tau(run_folder: Path) -> None:
+    done = draftsmith("generate", str(run_folder / "drafter"), "--prompt", "def main():", "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "tau" in done.stdout and "tokens/s" in done.stdout
+
+
+def test_two_processes_train_together(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517")
+    arguments = ["quickstart/eagle3", f"out={tmp_path / 'r'}", *SMALL]
+    done = draftsmith(*arguments, module="draftsmith.train", launcher=launcher, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r" / "training.json").read_text())["processes"] == 2
+    assert "PASS" in done.stdout
+
+
+def test_bad_input_is_one_line_and_exit_2(run_folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "llama"}')
+    blocked = tmp_path / "file"
+    blocked.touch()
+    for arguments, says in (
+        (("train", "quickstart/eagel3"), "did you mean quickstart/eagle3"),
+        (("train", "quickstart/eagle3", "train.stepz=3"), "train.steps"),
+        (("train", "quickstart/eagle3", "eval.temperatures=[-1.0]"), "eval.temperatures"),
+        (("train", "quickstart/eagle3", f"target.path={bare}", f"out={tmp_path / 'x'}"), "tokenizer"),
+        (("train", "quickstart/eagle3", f"out={blocked / 'x'}"), "wanted a folder that can be written"),
+        (("train", "quickstart/eagle3", f"out={run_folder}"), "holds a run of another recipe"),
+        (("generate", str(tmp_path / "none"), "--prompt", "x"), "wanted a folder with config.json"),
+        (("generate", str(run_folder / "drafter"), "--prompt", "x", "--temperature", "-1"), "temperature: wanted a finite number >= 0"),
+    ):
+        done = draftsmith(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("error: ") and says in last, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    assert "quickstart/eagle3" in draftsmith("recipes", "list").stdout
+    assert draftsmith("recipes", "copy", "quickstart/eagle3", str(tmp_path / "mine.yaml")).returncode == 0
+    assert (tmp_path / "mine.yaml").read_text() == draftsmith("recipes", "show", "quickstart/eagle3").stdout
+    assert draftsmith("recipes", "copy", "quickstart/eagle3", str(tmp_path / "mine.yaml")).returncode == 2
+
+
+def test_processes_that_accelerate_drops_are_noticed(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    done = draftsmith("quickstart/eagle3", f"out={tmp_path / 'r'}", *SMALL, module="draftsmith.train", launcher=launcher)
+    assert done.returncode != 0 and "processes: wanted 2, got 1" in done.stderr
+    assert not (tmp_path / "r").exists()
