@@ -10,10 +10,20 @@ from pathlib import Path
 
 import pytest
 
-SMALL = (
-    "data.num_prompts=8 data.response_tokens=24 data.generation_batch=8 train.steps=6 train.batch_size=4 train.micro_batch_size=2 eval.every=3 eval.dev_prompts=2 "
-    "eval.dev_tokens=12 eval.num_prompts=3 eval.max_new_tokens=16 eval.bootstrap=50"
-).split()
+SMALL = [
+    "data.num_prompts=8",
+    "data.response_tokens=24",
+    "data.generation_batch=8",
+    "train.steps=6",
+    "train.batch_size=4",
+    "train.micro_batch_size=2",
+    "eval.every=3",
+    "eval.dev_prompts=2",
+    "eval.dev_tokens=12",
+    "eval.num_prompts=3",
+    "eval.max_new_tokens=16",
+    "eval.bootstrap=50",
+]
 
 
 def draftsmith(*arguments: str, module: str = "draftsmith", launcher: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
@@ -37,8 +47,8 @@ def test_a_run_leaves_what_the_plan_promises(run_folder: Path) -> None:
         assert row["lossless"]["status"] == "pass" and row["lossless"]["identical"] == row["lossless"]["checked"] == 3
         assert row["tau"] >= 1 and row["tokens_per_second"]["eager"] > 0
     names = {str(path.relative_to(run_folder)) for path in run_folder.rglob("*") if path.is_file()}
-    wanted = "recipe.yaml provenance.json metrics.jsonl drafter/config.json drafter/model.safetensors drafter/contract.json eval/report.md eval/report.html"
-    assert set(wanted.split()) <= names and not any("partial" in name for name in names)
+    wanted = {"recipe.yaml", "provenance.json", "metrics.jsonl", "drafter/config.json", "drafter/model.safetensors", "drafter/contract.json"}
+    assert wanted | {"eval/report.md", "eval/report.html"} <= names and not any("partial" in name for name in names)
     metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "measured_tau" in m] == [3, 6]
 

@@ -37,7 +37,7 @@ def test_the_sampler_draws_from_the_warped_distribution() -> None:
 def test_filters_keep_what_they_should() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1, 1, 4)
     for settings, kept in (({"top_k": 2}, 2), ({"top_p": 0.79}, 2), ({"top_p": 0.81}, 3), ({"min_p": 0.29}, 3), ({"min_p": 0.31}, 2), ({}, 4)):
-        warped = Sampler([SamplingParams(temperature=1.0, **settings)], "cpu").warp(logits)  # type: ignore[arg-type]
+        warped = Sampler([SamplingParams(temperature=1.0, **settings)], "cpu").warp(logits)
         assert int(warped.isfinite().sum()) == kept, settings
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.tree import DraftTree
@@ -44,7 +46,7 @@ def test_walk_equals_the_recursive_definition(rows: list[tuple[list[int], list[i
     for row, (t, p, c, v) in enumerate(rows):
         accepted = int(verdict.accepted_B[row])
         path = verdict.path_BP[row, : accepted + 1].tolist()
-        assert path[0] == 0 and all(p[b] == a for a, b in zip(path, path[1:], strict=False))
+        assert path[0] == 0 and all(p[b] == a for a, b in pairwise(path))
         got = [t[node] for node in path[1:]] + [int(verdict.next_B[row])]
         want = longest(0, t, p, c, v)
         # Duplicate siblings may offer several longest paths; their accepted tokens agree, the token after them may not.
