@@ -1,0 +1,117 @@
+"""The report: strict JSON, FAIL in place of every speed-up, escaped samples, no outside reference; and the gate that feeds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith import UserError
+from draftsmith.decode.engine import Engine, Generation
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.target import Target
+from draftsmith.eval import harness
+from draftsmith.eval.report import Report, read_report, render_html, render_markdown, terminal_table, write_report
+from draftsmith.eval.suites import load_suite
+from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
+from draftsmith.recipes.schema import TargetRef
+from rich.console import Console
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load(TargetRef().location)
+
+
+def head_of(target: Target) -> Eagle3:
+    torch.manual_seed(0)
+    head = Eagle3(Eagle3Config.for_target(target)).bind(target).eval()
+    head.set_draft_vocabulary(torch.arange(target.vocab_size), target)
+    return head
+
+
+@pytest.fixture(scope="module")
+def report(target: Target) -> Report:
+    suite = load_suite("stdlib", 3, split="test")
+    settings = harness.Settings(temperatures=(0.0, 1.0), max_new_tokens=16, bootstrap=50)
+    rows, samples = harness.evaluate(target, head_of(target).proposer(depth=2), suite, settings)
+    return harness.build_report(target, {"method": "eagle3"}, suite, settings, rows, samples, None)
+
+
+def failed(report: Report) -> Report:
+    rows = [dataclasses.replace(row, lossless=dataclasses.replace(row.lossless, status="fail", identical=1)) for row in report.results]
+    return dataclasses.replace(report, results=rows)
+
+
+def terminal(report: Report) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115  # closed with the console
+    with console.file:
+        console.print(terminal_table(report))
+        return console.export_text()
+
+
+def test_the_measured_report_adds_up(report: Report) -> None:
+    for row in report.results:
+        assert row.lossless.status == "pass" and row.lossless.identical == row.lossless.checked == row.prompts == 3
+        assert sum(row.accepted_length_histogram) == row.rounds
+        drafted = sum(i * n for i, n in enumerate(row.accepted_length_histogram))
+        assert row.acceptance_rate == pytest.approx(drafted / (2 * row.rounds))
+        assert row.tau == pytest.approx(row.tokens / row.rounds)
+        split = row.time_split
+        assert split.draft + split.verify + split.overhead == pytest.approx(1)
+        assert row.speedup.engine == pytest.approx(row.tokens_per_second.speculative / row.tokens_per_second.engine)
+
+
+def test_json_round_trip_is_strict(report: Report, tmp_path: Path) -> None:
+    files = write_report(report, tmp_path)
+    assert read_report(files["report.json"]) == report
+    values = json.loads(files["report.json"].read_text())
+    del values["results"][0]["tau"]
+    files["report.json"].write_text(json.dumps(values))
+    with pytest.raises(UserError, match="tau"):
+        read_report(files["report.json"])
+
+
+def test_a_failed_gate_shows_no_speed_up(report: Report) -> None:
+    for render in (terminal, render_markdown, render_html):
+        good, bad = render(report), render(failed(report))
+        assert bad.count("FAIL") > good.count("FAIL") + 1  # one mention in the text explains the gate
+        for row in report.results:
+            shown = f"{row.speedup.engine:.2f}"
+            assert shown in good and not re.search(rf"{re.escape(shown)}\s*[x×]", bad)
+
+
+def test_html_is_self_contained_and_escapes_generated_text(report: Report) -> None:
+    sample = dataclasses.replace(report.samples[0], prompt="<script>alert(1)</script>")
+    page = render_html(dataclasses.replace(report, samples=[sample]))
+    assert "<script" not in page and "&lt;script&gt;" in page
+    references = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(https?:)?//", page)
+    assert not references
+
+
+def test_the_gate_fails_when_verification_is_broken(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that changes one token must not pass, nor one that stops early."""
+    honest = Engine.generate
+
+    def broken(self: Engine, *args: object, **kwargs: object) -> Generation:
+        out = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        if self.proposer:
+            out.tokens[0][-1] = (out.tokens[0][-1] + 7) % 2048
+        return out
+
+    monkeypatch.setattr(Engine, "generate", broken)
+    settings = harness.Settings(temperatures=(1.0,), max_new_tokens=12, bootstrap=50, eager=False)
+    rows, _ = harness.evaluate(target, head_of(target).proposer(depth=2), load_suite("stdlib", 2, split="test"), settings)
+    assert rows[0].lossless.status == "fail" and rows[0].lossless.identical == 0
+
+
+def test_a_near_tie_is_measured_not_assumed(target: Target) -> None:
+    prompt = list(range(20, 40))
+    bound = harness.kernel_bound(target, prompt, 6)
+    assert 0 <= bound < 1e-2
+    best = Engine(target).generate([prompt], SamplingParams(), 2).tokens[0]
+    assert harness.score_gap(target, prompt, best[:1], best[1], best[1], SamplingParams()) == 0
+    assert harness.score_gap(target, prompt, best[:1], best[1], (best[1] + 1) % 2048, SamplingParams()) > bound
