@@ -38,6 +38,53 @@ def quickstart(overrides: Overrides = None) -> None:
     raise typer.Exit(run(load_recipe("quickstart/eagle3", overrides or [])))
 
 
+@app.command("eval")
+def eval_command(
+    drafter: Annotated[Path, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],
+    out: Annotated[Path, typer.Option(help="folder for report.json, report.md and report.html")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    suite: Annotated[str, typer.Option(help='"stdlib", or a .jsonl of prompts')] = "stdlib",
+    num_prompts: int = 64,
+    max_new_tokens: int = 128,
+    temperature: Annotated[list[float] | None, typer.Option(help="may be given several times; 0 and 1 if not given")] = None,
+    tree: Annotated[str, typer.Option(help="chain or dynamic")] = "chain",
+    depth: int = 5,
+    topk: int = 4,
+    nodes: int = 16,
+    eager: Annotated[bool, typer.Option(help="time transformers' own generate too")] = True,
+    seed: int = 0,
+) -> None:
+    """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
+    from .decode.sampling import SamplingParams
+    from .decode.target import Target
+    from .eval.harness import Settings, build_report, evaluate
+    from .eval.report import terminal_table, write_report
+    from .eval.suites import load_suite
+    from .heads.registry import load_drafter
+    from .recipes.schema import TargetRef
+
+    temperatures = [0.0, 1.0] if temperature is None else temperature
+    for value in temperatures:
+        SamplingParams(temperature=value)
+    for name, number in (("num-prompts", num_prompts), ("max-new-tokens", max_new_tokens), ("depth", depth), ("topk", topk), ("nodes", nodes)):
+        if number < 1:
+            raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
+    if tree not in ("chain", "dynamic"):
+        raise UserError(f"--tree: wanted chain or dynamic, got {tree}")
+    prompts = load_suite(suite, num_prompts, split="test", seed=seed)
+    loaded = Target.load(TargetRef(path=target).location)
+    head, contract = load_drafter(drafter, loaded)
+    settings = Settings(temperatures=temperatures, max_new_tokens=max_new_tokens, eager=eager, seed=seed)
+    proposer = head.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes)
+    rows, samples = evaluate(loaded, proposer, prompts, settings)
+    description = {"method": head.method, "tree": tree, "depth": depth, "nodes": proposer.num_nodes - 1, "contract": contract}
+    report = build_report(loaded, description, prompts, settings, rows, samples, None)
+    files = write_report(report, out)
+    console.print(terminal_table(report))
+    console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)
+    raise typer.Exit(1 if any(row.lossless.status == "fail" for row in report.results) else 0)
+
+
 @app.command()
 def generate(
     drafter: Annotated[Path, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],

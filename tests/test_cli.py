@@ -48,7 +48,7 @@ def test_a_run_leaves_what_the_plan_promises(run_folder: Path) -> None:
         assert row["tau"] >= 1 and row["tokens_per_second"]["eager"] > 0
     names = {str(path.relative_to(run_folder)) for path in run_folder.rglob("*") if path.is_file()}
     wanted = {"recipe.yaml", "provenance.json", "metrics.jsonl", "drafter/config.json", "drafter/model.safetensors", "drafter/contract.json"}
-    assert wanted | {"eval/report.md", "eval/report.html"} <= names and not any("partial" in name for name in names)
+    assert wanted | {"eval/report.md", "eval/report.html", "export/vllm/model.safetensors"} <= names and not any("partial" in name for name in names)
     metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics if "measured_tau" in m] == [3, 6]
 
@@ -64,6 +64,15 @@ def test_generate_streams_and_prints_tau(run_folder: Path) -> None:
     done = draftsmith("generate", str(run_folder / "drafter"), "--prompt", "def main():", "--max-new-tokens", "12")
     assert done.returncode == 0, done.stderr
     assert "tau" in done.stdout and "tokens/s" in done.stdout
+
+
+def test_eval_measures_a_drafter(run_folder: Path, tmp_path: Path) -> None:
+    small = ["--num-prompts", "2", "--max-new-tokens", "8", "--no-eager", "--tree", "dynamic", "--depth", "2", "--nodes", "8"]
+    done = draftsmith("eval", str(run_folder / "drafter"), "--out", str(tmp_path), *small)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["drafter"]["nodes"] == 8 and report["results"][1]["lossless"]["identical"] == 2
+    assert draftsmith("eval", str(run_folder / "drafter"), "--out", str(tmp_path), "--tree", "bush").returncode == 2
 
 
 def test_two_processes_train_together(tmp_path: Path) -> None:

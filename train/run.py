@@ -25,6 +25,7 @@ from ..eval.harness import Settings, build_report, evaluate
 from ..eval.report import Report, read_report, terminal_table, write_report
 from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3, Eagle3Config
+from ..heads.export import vllm
 from ..heads.registry import load_drafter, save_drafter
 from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
@@ -87,6 +88,9 @@ def check_launch() -> None:
 
 def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
+    unknown = [name for name in recipe.export.formats if name != "vllm"]
+    if unknown:
+        raise UserError(f"export.formats: wanted vllm, got {', '.join(unknown)}")
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
     main_process = accelerator.is_main_process
     report_file = folder / "eval" / "report.json"
@@ -290,6 +294,8 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
     }
     report = build_report(target, description, suite, settings, rows, samples, figures)
     write_report(report, folder / "eval")
+    for name in recipe.export.formats:
+        vllm.export(drafter, contract, folder / "export" / name, recipe.decode.depth)
     return report
 
 
