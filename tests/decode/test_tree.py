@@ -19,7 +19,8 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[bool]]
     parents = [0, *(draw(st.integers(0, node - 1)) for node in range(1, nodes))]
     tokens = [draw(st.integers(0, 2)) for _ in range(nodes)]
     # A choice depends on the tokens so far and on nothing else, as a model's does: duplicate siblings agree.
-    seed, paths = draw(st.integers(0, 999)), [(tokens[0],)]
+    seed = draw(st.integers(0, 999))
+    paths: list[tuple[int, ...]] = [(tokens[0],)]
     for node in range(1, nodes):
         paths.append((*paths[parents[node]], tokens[node]))
     choices = [hash((seed, path)) % 3 for path in paths]
