@@ -456,7 +456,7 @@ def _gate_sentence(report: Report) -> str:
     found = f"{prompts} identical, {_count(sum(r.lossless.tokens_checked for r in rows), 'token')} compared"
     if ties:
         found += f", {_count(ties, 'near-tie')} where the target's two best tokens are closer than its own rounding"
-    return f"The gate runs before any timing and compares speculative with plain decoding; a setting that changes the output shows FAIL: {found}."
+    return f"The gate compares speculative with plain decoding, output by output; a setting that changes the output shows FAIL: {found}."
 
 
 def _headline_words(report: Report) -> tuple[str, str, str]:
