@@ -131,6 +131,8 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
     wanted = recipe.drafter
     if wanted.method != "eagle3" or recipe.objective.name != "eagle3":
         raise UserError(f"drafter.method: wanted eagle3, got {wanted.method} with objective {recipe.objective.name}")
+    if train.keep_last != 1:
+        raise UserError(f"train.keep_last: wanted 1, got {train.keep_last}; resuming is not supported yet, so only the best checkpoint is kept")
     if wanted.num_layers != 1:
         raise UserError(f"drafter.num_layers: wanted 1, got {wanted.num_layers}")
     if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
