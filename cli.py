@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import UserError, __version__
-from .recipes.schema import list_recipes, load_recipe, read_recipe_text
+from .recipes.schema import DrafterRecipe, list_recipes, load_recipe, read_recipe_text
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help=f"draftsmith {__version__}: train drafters for speculative decoding, and measure them."
@@ -32,10 +32,12 @@ def train(recipe: str, overrides: Overrides = None) -> None:
 
 @app.command()
 def quickstart(overrides: Overrides = None) -> None:
-    """From nothing to a report, offline, on whatever machine this is."""
-    from .train.run import run
+    """From nothing to a report, offline, on whatever machine this is: on its GPU, or with one process a core."""
+    from .train.run import run_on_all_cores
 
-    raise typer.Exit(run(load_recipe("quickstart/eagle3", overrides or [])))
+    recipe = load_recipe("quickstart/eagle3", overrides or [])
+    assert isinstance(recipe, DrafterRecipe)
+    raise typer.Exit(run_on_all_cores(recipe))
 
 
 @app.command("eval")
@@ -51,13 +53,18 @@ def eval_command(
     depth: int = 5,
     topk: int = 4,
     nodes: int = 16,
+    timed_prompts: Annotated[
+        int | None, typer.Option(help="time so many prompts, and put the others through the gate in batches; all if not given")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; measured if not given")] = None,
     eager: Annotated[bool, typer.Option(help="time transformers' own generate too")] = True,
     seed: int = 0,
 ) -> None:
     """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
+    from .decode.prompts import render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
-    from .eval.harness import Settings, build_report, evaluate
+    from .eval.harness import Settings, build_report, choose_threads, evaluate
     from .eval.report import terminal_table, write_report
     from .eval.suites import load_suite
     from .heads.registry import load_drafter
@@ -66,19 +73,27 @@ def eval_command(
     temperatures = [0.0, 1.0] if temperature is None else temperature
     for value in temperatures:
         SamplingParams(temperature=value)
-    for name, number in (("num-prompts", num_prompts), ("max-new-tokens", max_new_tokens), ("depth", depth), ("topk", topk), ("nodes", nodes)):
-        if number < 1:
+    counts = {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens, "timed-prompts": timed_prompts, "threads": threads}
+    for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
+        if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
     if tree not in ("chain", "dynamic"):
         raise UserError(f"--tree: wanted chain or dynamic, got {tree}")
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
     head, contract = load_drafter(drafter, loaded)
-    settings = Settings(temperatures=temperatures, max_new_tokens=max_new_tokens, eager=eager, seed=seed)
+    settings = Settings(
+        temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
+    )
     proposer = head.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes)
-    rows, samples = evaluate(loaded, proposer, prompts, settings)
+    assert loaded.tokenizer is not None
+    used = choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), settings)
+    with console.status("evaluation") as status:
+        rows, samples = evaluate(
+            loaded, proposer, prompts, settings, lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts")
+        )
     description = {"method": head.method, "tree": tree, "depth": depth, "nodes": proposer.num_nodes - 1, "contract": contract}
-    report = build_report(loaded, description, prompts, settings, rows, samples, None)
+    report = build_report(loaded, description, prompts, settings, rows, samples, None, used)
     files = write_report(report, out)
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)

@@ -32,12 +32,18 @@ RULE = "shared-noise"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to measure. eager: also time transformers' `generate`, on the prompts that are timed."""
+    """What to measure.
+
+    timed_prompts: how many prompts are timed, at batch 1 (None: all). The others are decoded in ragged batches of `gate_batch`, by both engines:
+    they count for the gate and for tau. eager: also time transformers' `generate`. threads: CPU threads (None: measured, the fastest is taken).
+    """
 
     temperatures: Sequence[float] = (0.0, 1.0)
     max_new_tokens: int = 128
     eager: bool = True
     timed_prompts: int | None = None
+    gate_batch: int = 8
+    threads: int | None = None
     bootstrap: int = 2000
     seed: int = 0
 
@@ -123,6 +129,25 @@ def _eager(target: Target, prompt: list[int], params: SamplingParams, settings: 
     return out.shape[1] - len(prompt) - 1, time.perf_counter() - first.at
 
 
+def choose_threads(target: Target, prompt: Sequence[int], settings: Settings, steps: int = 24) -> dict[str, Any]:
+    """Set the number of CPU threads to settings.threads, or to the fastest at plain decoding; say which, and what was measured (ms a token)."""
+    if target.device.type != "cpu":
+        return {}
+    cores, milliseconds = os.cpu_count() or 1, {}
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+        return {"threads": settings.threads}
+    engine = Engine(target)
+    for threads in dict.fromkeys([1, *(2**i for i in range(1, cores.bit_length()) if 2**i < cores), cores]):
+        torch.set_num_threads(threads)
+        engine.generate([prompt], SamplingParams(), 6)  # the pool starts, caches warm
+        times = [engine.generate([prompt], SamplingParams(), steps + 1).times.decode for _ in range(3)]
+        milliseconds[threads] = 1e3 * min(times) / steps
+    best = min(milliseconds, key=lambda n: milliseconds[n])
+    torch.set_num_threads(best)
+    return {"threads": best, "thread_calibration_ms": {str(n): round(ms, 2) for n, ms in milliseconds.items()}}
+
+
 def evaluate(
     target: Target, proposer: Proposer, suite: Suite, settings: Settings, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> tuple[list[Row], list[Sample]]:
@@ -133,6 +158,7 @@ def evaluate(
     plain, spec = Engine(target), Engine(target, proposer)
     rows, samples = [], []
     for temperature in settings.temperatures:
+        label = f"T={temperature:g}"
         params = [SamplingParams(temperature=temperature, seed=settings.seed + i) for i in range(len(prompts))]
         timed = len(prompts) if settings.timed_prompts is None else min(settings.timed_prompts, len(prompts))
         for engine in (plain, spec):  # warm-up
@@ -142,15 +168,21 @@ def evaluate(
         ours: list[Generation] = []
         base: list[Generation] = []
         eager: list[tuple[int, float]] = []
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts[:timed]):
             pair = [(spec, ours), (plain, base)]
             for engine, into in pair if index % 2 else pair[::-1]:  # neither side always runs on the other's warm caches
                 into.append(engine.generate([prompt], params[index], settings.max_new_tokens, eos_ids=stops))
-            if settings.eager and index < timed:
+            if settings.eager:
                 eager.append(_eager(target, prompt, params[index], settings, stops))
-            progress(f"T={temperature:g}", index + 1, len(prompts))
+            progress(label, index + 1, len(prompts))
+        for start in range(timed, len(prompts), settings.gate_batch):
+            stop = min(start + settings.gate_batch, len(prompts))
+            for engine, into in ((spec, ours), (plain, base)):
+                out = engine.generate(prompts[start:stop], params[start:stop], settings.max_new_tokens, eos_ids=stops)
+                into += [Generation([tokens], [rounds]) for tokens, rounds in zip(out.tokens, out.rounds, strict=True)]
+            progress(label, stop, len(prompts))
         gate = _gate(target, prompts, [g.tokens[0] for g in base], [g.tokens[0] for g in ours], params, proposer.num_nodes)
-        rows.append(_row(suite.name, temperature, gate, ours, base, eager, settings, proposer))
+        rows.append(_row(suite.name, temperature, gate, ours, base, eager, timed, settings, proposer))
         samples.append(_sample(target, suite, prompts, ours, temperature))
     return rows, samples
 
@@ -167,29 +199,36 @@ def _row(
     ours: list[Generation],
     base: list[Generation],
     eager: list[tuple[int, float]],
+    timed: int,
     settings: Settings,
     proposer: Proposer,
 ) -> Row:
-    longer = [i for i, g in enumerate(ours) if _decoded(g) > 0 and _decoded(base[i]) > 0]
-    ours_kept, base_kept = [ours[i] for i in longer], [base[i] for i in longer]
-    tokens, base_tokens = [_decoded(g) for g in ours_kept], [_decoded(g) for g in base_kept]
-    seconds, base_seconds = [g.times.decode for g in ours_kept], [g.times.decode for g in base_kept]
-    rounds = [r for g in ours_kept for r in g.rounds[0]]
+    """tau and acceptance over all prompts, speed over the first `timed`; a prompt that ends with its first token says nothing of either."""
+    kept = [g for g in ours if _decoded(g) > 0]
+    rounds = [r for g in kept for r in g.rounds[0]]
     options = {"resamples": settings.bootstrap, "seed": settings.seed}
-    tau = mean_ratio_interval(tokens, [len(g.rounds[0]) for g in ours_kept], **options)
+    tau = mean_ratio_interval([_decoded(g) for g in kept], [len(g.rounds[0]) for g in kept], **options)
+    clocked = [i for i in range(timed) if _decoded(ours[i]) > 0 and _decoded(base[i]) > 0]
+    ours_timed, base_timed = [ours[i] for i in clocked], [base[i] for i in clocked]
+    tokens, base_tokens = [_decoded(g) for g in ours_timed], [_decoded(g) for g in base_timed]
+    seconds, base_seconds = [g.times.decode for g in ours_timed], [g.times.decode for g in base_timed]
     speed = paired_ratio_interval(tokens, seconds, base_tokens, base_seconds, **options)
     whole = paired_ratio_interval(
-        [n + 1 for n in tokens], [g.times.total for g in ours_kept], [n + 1 for n in base_tokens], [g.times.total for g in base_kept], **options
+        [n + 1 for n in tokens], [g.times.total for g in ours_timed], [n + 1 for n in base_tokens], [g.times.total for g in base_timed], **options
     )
-    timed = [i for i in range(len(eager)) if i in set(longer) and eager[i][0] > 0]
+    measured = [(position, eager[i]) for position, i in enumerate(clocked) if i < len(eager) and eager[i][0] > 0]
     against = None
-    if timed:
-        pick = [longer.index(i) for i in timed]
+    if measured:
         against = paired_ratio_interval(
-            [tokens[i] for i in pick], [seconds[i] for i in pick], [eager[i][0] for i in timed], [eager[i][1] for i in timed], **options
+            [tokens[p] for p, _ in measured],
+            [seconds[p] for p, _ in measured],
+            [n for _, (n, _) in measured],
+            [t for _, (_, t) in measured],
+            **options,
         )
     reached = [sum(r.accepted >= d for r in rounds) for d in range(proposer.max_depth + 1)]
-    draft, verify, total = (sum(getattr(g.times, name) for g in ours_kept) for name in ("draft", "verify", "decode"))
+    draft, verify, total = (sum(getattr(g.times, name) for g in ours_timed) for name in ("draft", "verify", "decode"))
+    timed_rounds = sum(len(g.rounds[0]) for g in ours_timed)
     # The prefill's own observe() is part of the prefill, so draft and verify belong to the decode time entirely.
     drafts_proposed = len(rounds) * (proposer.num_nodes - 1)
     return Row(
@@ -203,11 +242,11 @@ def _row(
         tau_ci=(tau.lo, tau.hi),
         acceptance_rate=sum(r.accepted for r in rounds) / drafts_proposed,
         conditional_acceptance=[reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, proposer.max_depth + 1)],
-        tokens=sum(tokens),
+        tokens=sum(_decoded(g) for g in kept),
         tokens_per_second=TokensPerSecond(
             speculative=sum(tokens) / sum(seconds),
             engine=sum(base_tokens) / sum(base_seconds),
-            eager=sum(eager[i][0] for i in timed) / sum(eager[i][1] for i in timed) if timed else None,
+            eager=sum(n for _, (n, _) in measured) / sum(t for _, (_, t) in measured) if measured else None,
         ),
         speedup=Speedup(
             engine=speed.value,
@@ -218,10 +257,10 @@ def _row(
         speedup_end_to_end=SpeedupEndToEnd(engine=whole.value, engine_ci=(whole.lo, whole.hi)),
         time_split=TimeSplit(draft=draft / total, verify=verify / total, overhead=max(0.0, 1 - draft / total - verify / total)),
         accepted_length_histogram=[sum(r.accepted == d for r in rounds) for d in range(proposer.max_depth + 1)],
-        tau_by_output_position=_by_position(ours_kept),
+        tau_by_output_position=_by_position(kept),
         prompts=len(ours),
         rounds=len(rounds),
-        cost=Cost(t_ar_ms=1e3 * sum(base_seconds) / sum(base_tokens), t_verify_ms=1e3 * verify / len(rounds), t_draft_ms=1e3 * draft / len(rounds)),
+        cost=Cost(t_ar_ms=1e3 * sum(base_seconds) / sum(base_tokens), t_verify_ms=1e3 * verify / timed_rounds, t_draft_ms=1e3 * draft / timed_rounds),
     )
 
 
@@ -254,9 +293,16 @@ def _sample(target: Target, suite: Suite, prompts: list[list[int]], ours: list[G
 
 
 def build_report(
-    target: Target, drafter: dict[str, Any], suite: Suite, settings: Settings, rows: list[Row], samples: list[Sample], training: dict[str, Any] | None
+    target: Target,
+    drafter: dict[str, Any],
+    suite: Suite,
+    settings: Settings,
+    rows: list[Row],
+    samples: list[Sample],
+    training: dict[str, Any] | None,
+    threads: dict[str, Any],
 ) -> Report:
-    """The report, with everything recorded that can change a number."""
+    """The report, with everything recorded that can change a number. threads: what `choose_threads` said."""
     device = torch.cuda.get_device_name() if target.device.type == "cuda" else _cpu_name()
     return Report(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -272,6 +318,7 @@ def build_report(
             "device": device,
             "dtype": str(target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            **threads,
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "torch": str(torch.__version__),
@@ -289,6 +336,8 @@ def build_report(
             "rule": RULE,
             "order": "interleaved prompt by prompt, order of the two engines alternating",
             "timed": "decoding only, from the first token; total tokens over total seconds",
+            "timed_prompts": len(suite.prompts) if settings.timed_prompts is None else min(settings.timed_prompts, len(suite.prompts)),
+            "gate_batch": settings.gate_batch,
             "tie_factor": TIE_FACTOR,
         },
         results=rows,

@@ -98,6 +98,7 @@ class Data(Section):
     response_tokens: Size = 160  # the most that the target generates
     temperatures: Annotated[list[NonNegative], Items()] = field(default_factory=lambda: [0.0, 1.0])  # used in turn; a repeat weighs more
     generation_batch: Size = 32
+    train_on: Literal["responses", "all"] = "responses"  # all: the prompts' tokens too, as the target would continue them
     sequence_length: Size = 512  # tokens of prompt and response together; longer ones are cut
     seed: Seed = 0
 
@@ -127,6 +128,7 @@ class Train(Section):
     steps: Size = 1000
     batch_size: Size = 8  # sequences a step, over all processes
     micro_batch_size: Size | None = None  # sequences a forward, per process; null: the process's whole share
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the layers' matrices; the rest by AdamW
     lr: Positive = 1e-3
     betas: Annotated[list[Beta], Items(2, 2)] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: NonNegative = 0.0
@@ -182,7 +184,9 @@ class Eval(Section):
     prompt_chars: Size = 240
     temperatures: Annotated[list[NonNegative], Items(distinct=True)] = field(default_factory=lambda: [0.0, 1.0])
     batch: Annotated[list[Size], Items(distinct=True)] = field(default_factory=lambda: [1])
-    timed_prompts: Size | None = None  # null: all
+    timed_prompts: Size | None = None  # prompts whose speed is measured, at batch 1; the others go through the gate in batches; null: all
+    gate_batch: Size = 8  # prompts a batch of those that are not timed
+    threads: Size | None = None  # of the CPU; null: measured, the fastest is taken
     eager: bool = True  # time transformers' own generate too
     bootstrap: Size = 2000  # resamples behind the intervals
     seed: Seed = 0
@@ -232,6 +236,8 @@ class TargetTrain(Section):
     warmup_steps: Count
     decay_share: Share  # the share of the steps over which the learning rate falls
     eval_every: Size
+    mtp_weight: NonNegative = 0.0  # weight of a multi-token prediction loss that trains the features; 0: none
+    layer_drop: Share = 0.0  # stochastic depth: the last layer is left out with this probability, earlier ones less
     mixed_precision: Literal["no", "bf16"] = "no"
     seed: Seed = 0
 

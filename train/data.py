@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,19 +26,24 @@ if TYPE_CHECKING:
 Sequences = list[tuple[list[int], int]]  # (ids, prompt length)
 
 
-def regenerate(target: Target, data: Data, store: Path, progress: Callable[[int, int, int], None]) -> Sequences:
+def regenerate(
+    target: Target,
+    data: Data,
+    store: Path,
+    progress: Callable[[int, int, int], None],
+    shard: int = 0,
+    shards: int = 1,
+    wait: Callable[[], None] = lambda: None,
+) -> Sequences:
     """Prompts with the target's own responses, kept in `store` (JSONL), whose first line says what they were made from.
 
-    A finished store of the same target and settings is read instead; one of others is refused. progress(done, all, tokens).
+    Each of `shards` processes generates its share of the batches; `wait` is their barrier. The result does not depend on their number.
+    A finished store of the same target and settings is read instead; one of others is refused. progress(done, all, tokens): this process's.
     """
     assert target.tokenizer is not None
-    key = {"fingerprint": target.fingerprint(), "data": {k: str(v) for k, v in vars(data).items()}}
+    key = {"fingerprint": target.fingerprint(), "data": {k: str(v) for k, v in vars(data).items() if k != "train_on"}}
     if store.is_file():
-        with store.open(encoding="utf-8") as handle:
-            lines = [json.loads(line) for line in handle]
-        if lines[0] != key:
-            raise UserError(f"data {store}: made for another target or other data settings; give another out=FOLDER, or delete it")
-        return [(line["ids"], line["prompt"]) for line in lines[1:]]
+        return _read(store, key)
     if data.responses != "target":
         raise UserError("data.responses: wanted target, got given; training on given responses is not supported yet")
     suite = load_suite(data.source, data.num_prompts, split="train", prompt_chars=data.prompt_chars, seed=data.seed)
@@ -46,26 +51,51 @@ def regenerate(target: Target, data: Data, store: Path, progress: Callable[[int,
     prompts = [ids for ids in (render_prompt(target.tokenizer, m) for m in suite.prompts) if len(ids) <= room]
     if not prompts:
         raise UserError(f"data.sequence_length: wanted room for prompts beside data.response_tokens, got {room} tokens, less than any prompt has")
-    engine, stops, sequences, tokens = Engine(target), eos_ids(target.model), [], 0
-    for start in range(0, len(prompts), data.generation_batch):
-        part = prompts[start : start + data.generation_batch]
-        params = [
-            SamplingParams(temperature=data.temperatures[(start + i) % len(data.temperatures)], seed=data.seed + start + i) for i in range(len(part))
-        ]
-        out = engine.generate(part, params, data.response_tokens, eos_ids=stops)
-        sequences += [(prompt + new, len(prompt)) for prompt, new in zip(part, out.tokens, strict=True)]
-        tokens += sum(len(new) for new in out.tokens)
-        progress(start + len(part), len(prompts), tokens)
+    engine, stops, tokens = Engine(target), eos_ids(target.model), 0
+    store.parent.mkdir(parents=True, exist_ok=True)
+    parts = [store.with_name(f"{store.name}.{i}-of-{shards}.partial") for i in range(shards)]
+    mine = range(shard * data.generation_batch, len(prompts), shards * data.generation_batch)
+    share = sum(len(prompts[start : start + data.generation_batch]) for start in mine)
+    done = 0
+    with parts[shard].open("w", encoding="utf-8") as handle:
+        for start in mine:
+            part = prompts[start : start + data.generation_batch]
+            params = [
+                SamplingParams(temperature=data.temperatures[(start + i) % len(data.temperatures)], seed=data.seed + start + i)
+                for i in range(len(part))
+            ]
+            out = engine.generate(part, params, data.response_tokens, eos_ids=stops)
+            for index, (prompt, new) in enumerate(zip(part, out.tokens, strict=True), start):
+                handle.write(json.dumps({"index": index, "ids": prompt + new, "prompt": len(prompt)}) + "\n")
+            done, tokens = done + len(part), tokens + sum(len(new) for new in out.tokens)
+            progress(done, share, tokens)
+    wait()
+    if shard == 0:
+        _merge(parts, store, key)
+    wait()
+    return _read(store, key)
+
+
+def _merge(parts: list[Path], store: Path, key: dict[str, Any]) -> None:
+    """All parts, in the order of the prompts, to the finished store: it appears whole or not at all."""
+    lines = sorted((json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()), key=lambda line: line["index"])
     draft = store.with_suffix(".partial")
-    draft.parent.mkdir(parents=True, exist_ok=True)
     with draft.open("w", encoding="utf-8") as handle:
-        handle.write(json.dumps(key) + "\n")
-        for ids, prompt in sequences:
-            handle.write(json.dumps({"ids": ids, "prompt": prompt}) + "\n")
+        for line in [key, *lines]:
+            handle.write(json.dumps(line) + "\n")
         handle.flush()
         os.fsync(handle.fileno())
     draft.rename(store)
-    return sequences
+    for part in parts:
+        part.unlink()
+
+
+def _read(store: Path, key: dict[str, Any]) -> Sequences:
+    with store.open(encoding="utf-8") as handle:
+        lines = [json.loads(line) for line in handle]
+    if lines[0] != key:
+        raise UserError(f"data {store}: made for another target or other data settings; give another out=FOLDER, or delete it")
+    return [(line["ids"], line["prompt"]) for line in lines[1:]]
 
 
 def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
@@ -75,16 +105,19 @@ def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
     return torch.tensor(sorted(ranked[:size]))
 
 
-def batches(sequences: Sequences, size: int, seed: int, shard: int = 0, shards: int = 1) -> Iterator[Batch]:
-    """Endless padded batches of `size` sequences for this shard; every epoch is a new permutation, the same on all shards."""
+def batches(sequences: Sequences, size: int, seed: int, shard: int = 0, shards: int = 1, whole: bool = False) -> Iterator[Batch]:
+    """Endless padded batches of `size` sequences for this shard; every epoch is a new permutation, the same on all shards.
+
+    whole: learn to draft the prompts' tokens too, as the target would continue them, not those of the responses only.
+    """
     generator, epoch = torch.Generator(), 0
     while True:
         generator.manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(sequences), generator=generator).tolist()
-        whole = size * shards
-        for start in range(0, max(len(order) - whole + 1, 1), whole):
-            chosen = [order[i % len(order)] for i in range(start + shard * size, start + (shard + 1) * size)]
-            yield collate([sequences[i] for i in chosen])
+        step = size * shards
+        for start in range(0, max(len(order) - step + 1, 1), step):
+            chosen = [sequences[order[i % len(order)]] for i in range(start + shard * size, start + (shard + 1) * size)]
+            yield collate([(ids, 0) for ids, _ in chosen] if whole else chosen)
         epoch += 1
 
 

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
 from ..recipes.corpus import CodeWindow, SourceFile, source_files, windows
+from .optimizers import muon_and_adamw
 
 if TYPE_CHECKING:
     from ..recipes.schema import TargetRecipe
@@ -137,13 +141,66 @@ def build_model(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> Lla
     return model
 
 
-def _optimizers(model: torch.nn.Module, recipe: TargetRecipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
-    muon = torch.optim.Muon(matrices, lr=recipe.train.lr, weight_decay=recipe.train.weight_decay, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=recipe.train.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return [muon, adamw]
+class MultiTokenPrediction(nn.Module):
+    """One sequential module of multi-token prediction (DeepSeek-V3, 2412.19437, eqs. 21-24): it trains the features, and is not part of the model.
+
+    From the final feature of token t and the embedding of token t+1, one more layer predicts token t+2 through the model's own lm_head. The labels
+    are the model's own distributions there (detached), which say more than the one token that came.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.norms = nn.ModuleList([nn.RMSNorm(width, config.rms_norm_eps) for _ in range(2)])
+        self.project = nn.Linear(2 * width, width, bias=False)
+        one = LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1})
+        self.layer = LlamaModel(one)
+        del self.layer.embed_tokens  # fed with embeddings
+
+    def forward(self, model: LlamaForCausalLM, hidden_BTH: Tensor, logits_BTV: Tensor, ids_BT: Tensor, kept_BT: Tensor) -> Tensor:
+        """Mean cross-entropy against the model's own distributions. logits_BTV: those of ids_BT; kept_BT: positions whose label is no padding."""
+        embedded = model.get_input_embeddings()(ids_BT[:, 1:])
+        joined = torch.cat([self.norms[0](hidden_BTH[:, :-1]), self.norms[1](embedded)], -1)
+        out = self.layer(inputs_embeds=self.project(joined), use_cache=False).last_hidden_state
+        log_q = model.lm_head(out).float().log_softmax(-1)
+        losses = -(logits_BTV[:, 1:].detach().float().softmax(-1) * log_q).sum(-1)
+        kept = kept_BT[:, 1:]
+        mean: Tensor = (losses * kept).sum() / kept.sum().clamp(min=1)
+        return mean
+
+
+class _Training(nn.Module):
+    """The model with its loss, as one module, so that wrappers for several processes see one forward pass."""
+
+    def __init__(self, model: LlamaForCausalLM, recipe: TargetRecipe, pad: int) -> None:
+        super().__init__()
+        self.model, self.pad = model, pad
+        self.mtp_weight, self.layer_drop = recipe.train.mtp_weight, recipe.train.layer_drop
+        self.mtp = MultiTokenPrediction(model.config) if self.mtp_weight else None
+        self.layers = list(model.model.layers)  # all of them, in a plain list
+        self.autocast = recipe.train.mixed_precision == "bf16"
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss to minimise, next-token loss)."""
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        if self.training and self.layer_drop:
+            # Stochastic depth (1603.09382), more of it deeper down. The draw is shared by all processes: torch's generator is seeded alike.
+            last = len(self.layers) - 1
+            kept = [layer for i, layer in enumerate(self.layers) if float(torch.rand(())) >= self.layer_drop * i / last]
+            self.model.model.layers = nn.ModuleList(kept)
+            self.model.model.config.num_hidden_layers = len(kept)
+        try:
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.autocast):
+                hidden = self.model.model(input_ids=inputs, use_cache=False).last_hidden_state
+                logits = self.model.lm_head(hidden)
+                next_token = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=self.pad)
+                if self.mtp is None:
+                    return next_token, next_token.detach()
+                further = self.mtp(self.model, hidden, logits, inputs, labels != self.pad)
+                return next_token + self.mtp_weight * further, next_token.detach()
+        finally:
+            self.model.model.layers = nn.ModuleList(self.layers)
+            self.model.model.config.num_hidden_layers = len(self.layers)
 
 
 def schedule(step: int, steps: int, warmup: int, decay_share: float) -> float:
@@ -154,26 +211,20 @@ def schedule(step: int, steps: int, warmup: int, decay_share: float) -> float:
     return 1.0 if step < start else max(0.05, 1 - 0.95 * (step - start) / (steps - start))
 
 
-def _loss(model: LlamaForCausalLM, ids: torch.Tensor, pad: int, autocast: bool) -> torch.Tensor:
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    labels = ids[:, 1:].masked_fill(ids[:, 1:] == pad, -100)
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, corpus: _Corpus, batches: int, size: int, autocast: bool) -> float:
-    """Mean cross-entropy in nats per token over fixed held-out blocks."""
+def held_out_loss(model: _Training, corpus: _Corpus, batches: int, size: int) -> float:
+    """Mean cross-entropy of the next token in nats over fixed held-out blocks."""
     corpus.random.manual_seed(0)  # the same blocks every time
     model.eval()
-    total = sum(float(_loss(model, corpus.batch(size), corpus.pad, autocast)) for _ in range(batches))
+    total = sum(float(model(corpus.batch(size))[1]) for _ in range(batches))
     model.train()
     return total / batches
 
 
 def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Train tokenizer and model by the recipe; write a Hugging Face folder to `out/model`. Returns the final figures (losses in nats per token)."""
-    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
+    skips = [DistributedDataParallelKwargs(find_unused_parameters=True)] if recipe.train.layer_drop else []
+    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, kwargs_handlers=skips)
     torch.manual_seed(recipe.train.seed)
     train_files, dev_files = source_files("train"), source_files("dev")
     length, train = recipe.train.sequence_length, recipe.train
@@ -181,10 +232,11 @@ def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[st
     corpus = _Corpus(train_files, tokenizer, length, train.seed * 1000 + accelerator.process_index)
     held_out = _Corpus(dev_files, tokenizer, length, 0)
     bare = build_model(recipe, tokenizer).to(accelerator.device)
-    optimizers = _optimizers(bare, recipe)
-    model = accelerator.prepare(bare)
+    training = _Training(bare, recipe, corpus.pad).to(accelerator.device)
+    optimizers = muon_and_adamw(training, train.lr, (0.9, 0.95), train.weight_decay)
+    model = accelerator.prepare(training)
     model.train()
-    processes, autocast = accelerator.num_processes, train.mixed_precision == "bf16"
+    processes = accelerator.num_processes
     micro_batches = train.batch_size // (processes * train.micro_batch_size)
     if micro_batches * processes * train.micro_batch_size != train.batch_size:
         raise ValueError(
@@ -195,7 +247,7 @@ def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[st
     for step in range(train.steps + 1):
         last_step = step == train.steps
         if accelerator.is_main_process and (last_step or (step and step % train.eval_every == 0)):
-            loss_value = held_out_loss(bare, held_out, 8, 8, autocast)
+            loss_value = held_out_loss(training, held_out, 8, 8)
             figures |= {"step": step, "tokens": tokens, "held_out_loss": loss_value, "seconds": time.monotonic() - began}
             log(dict(figures))
             save(bare, tokenizer, figures, out / "model")
@@ -209,11 +261,11 @@ def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[st
         for micro in range(micro_batches):
             ids = corpus.batch(train.micro_batch_size).to(accelerator.device)
             with accelerator.no_sync(model) if micro < micro_batches - 1 else nullcontext():
-                loss = _loss(model, ids, corpus.pad, autocast) / micro_batches
-                accelerator.backward(loss)
-            total += loss.item()
-        if not math.isfinite(total):
-            raise FloatingPointError(f"loss is {total} at step {step}; stopped before the optimizer step")
+                loss, next_token = model(ids)
+                accelerator.backward(loss / micro_batches)
+            total += next_token.item() / micro_batches
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"loss is {loss.item()} at step {step}; stopped before the optimizer step")
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -27,9 +27,9 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_SNH.device)
         for start in range(0, weights_SN.shape[1], chunk):
             stop = min(start + chunk, weights_SN.shape[1])
+            target_CV = probs(start, stop)
             for step in range(hidden_SNH.shape[0]):
                 weight_C = weights_SN[step, start:stop]
-                target_CV = probs(start + step, stop + step)
                 hidden_CH = hidden_SNH[step, start:stop]
                 log_q_CV = (hidden_CH @ weight_VH.t()).float().log_softmax(-1)
                 total -= (weight_C * (target_CV * log_q_CV).sum(-1)).sum()
@@ -50,10 +50,9 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
 def chunked_soft_cross_entropy(
     hidden_SNH: Tensor, weight_VH: Tensor, weights_SN: Tensor, probs: Callable[[int, int], Tensor], chunk: int = 1024
 ) -> Tensor:
-    """Scalar sum over steps s and tokens n of weights[s, n] * CE(p[n + s], softmax(weight @ hidden[s, n])).
+    """Scalar sum over steps s and tokens n of weights[s, n] * CE(p[n], softmax(weight @ hidden[s, n])).
 
-    probs(a, b) gives the target's distributions [b - a, V] (float32, rows sum to one) of tokens a .. b - 1 of the shifted sequence; it must answer up
-    to N + S - 1. Step s is judged by the distribution s tokens further on, so each distribution serves all steps.
+    probs(a, b) gives the target's distributions [b - a, V] (float32, rows sum to one) of tokens a .. b - 1; it is asked once a chunk, for all steps.
     """
     result: Tensor = _ChunkedSoftCrossEntropy.apply(hidden_SNH, weight_VH, weights_SN, probs, chunk)  # type: ignore[no-untyped-call]
     return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from ..decode.engine import Engine
 from ..decode.prompts import eos_ids, render_prompt
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
-from ..eval.harness import Settings, build_report, evaluate
+from ..eval.harness import Settings, build_report, choose_threads, evaluate
 from ..eval.report import Report, read_report, terminal_table, write_report
 from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3, Eagle3Config
@@ -31,6 +33,7 @@ from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, t
 from .data import batches, frequent_tokens, regenerate
 from .language_model import schedule, train_language_model
 from .objectives.eagle3 import Eagle3Objective
+from .optimizers import muon_and_adamw
 
 console = Console()
 
@@ -49,6 +52,58 @@ def main(arguments: Sequence[str]) -> int:
 def run(recipe: DrafterRecipe | TargetRecipe) -> int:
     """Run all stages of a recipe in its run folder. What is finished there already, by the same recipe, is not done again."""
     check_launch()
+    folder = open_run_folder(recipe)
+    if isinstance(recipe, TargetRecipe):
+        train_language_model(recipe, folder, lambda entry: console.print(entry))
+        return 0
+    return train_drafter(recipe, folder)
+
+
+def run_on_all_cores(recipe: DrafterRecipe) -> int:
+    """`run`, with one process a core where there is no GPU: small models gain little from threads. All processes are of this machine."""
+    batch = recipe.train.batch_size
+    processes = 1 if torch.cuda.is_available() else max(n for n in range(1, min(os.cpu_count() or 1, batch) + 1) if batch % n == 0)
+    if processes == 1 or _finished(recipe.run_folder):
+        return run(recipe)
+    folder = open_run_folder(recipe)
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    # One process each, as torchrun starts them, but without its agent: an exit code and its one line of error come through unchanged.
+    command = [sys.executable, "-m", "draftsmith.train", str(folder / "recipe.yaml")]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            started.append(subprocess.Popen(command, env={**os.environ, **environment, **place}, stderr=None if rank == 0 else subprocess.PIPE))
+        return _watch(started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _watch(started: list[subprocess.Popen[bytes]]) -> int:
+    """Wait for all; the first process that fails ends the others (they would wait for it for ever) and gives the exit code."""
+    while True:
+        codes = [process.poll() for process in started]
+        for process, code in zip(started, codes, strict=True):
+            if code and process.stderr is not None and code != started[0].poll():
+                print(process.stderr.read().decode().strip(), file=sys.stderr)
+            if code:
+                return code
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def open_run_folder(recipe: DrafterRecipe | TargetRecipe) -> Path:
+    """The run folder, with recipe.yaml in it. Raises UserError if it cannot be written, or holds a run of another recipe."""
     folder = recipe.run_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,10 +116,11 @@ def run(recipe: DrafterRecipe | TargetRecipe) -> int:
     if kept.is_file() and kept.read_text() != text:
         raise UserError(f"out: wanted a new folder, got {folder}, which holds a run of another recipe; give another out=FOLDER")
     kept.write_text(text)
-    if isinstance(recipe, TargetRecipe):
-        train_language_model(recipe, folder, lambda entry: console.print(entry))
-        return 0
-    return train_drafter(recipe, folder)
+    return folder
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / "eval" / "report.json").is_file() and (folder / "drafter" / "config.json").is_file()
 
 
 def check_launch() -> None:
@@ -93,21 +149,23 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         raise UserError(f"export.formats: wanted vllm, got {', '.join(unknown)}")
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
     main_process = accelerator.is_main_process
-    report_file = folder / "eval" / "report.json"
-    if report_file.is_file() and (folder / "drafter" / "config.json").is_file():
-        return _finish(read_report(report_file), folder) if main_process else 0
+    if _finished(folder):
+        return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
     ref = recipe.target
     target = Target.load(
         ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
     )
     began = time.monotonic()
-    with accelerator.main_process_first(), _bar(main_process) as bar:
-        task = bar.add_task("target's own responses", total=recipe.data.num_prompts, note="")
+    with _bar(main_process) as bar:
+        task = bar.add_task("target's own responses (this process)", total=None, note="")
         sequences = regenerate(
             target,
             recipe.data,
             folder / "data" / "responses.jsonl",
             lambda done, every, tokens: bar.update(task, completed=done, total=every, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s"),
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.wait_for_everyone,
         )
     generated = time.monotonic() - began
     figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(len(i) - p for i, p in sequences)}
@@ -158,15 +216,20 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
         normaliser=recipe.objective.normaliser,
         chunk_tokens=recipe.objective.chunk_tokens,
     )
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=(train.betas[0], train.betas[1]), weight_decay=train.weight_decay)
-    model, optimizer = accelerator.prepare(drafter, optimizer)
+    betas = (train.betas[0], train.betas[1])
+    optimizers: list[torch.optim.Optimizer]
+    if train.optimizer == "muon":
+        optimizers = muon_and_adamw(drafter, train.lr, betas, train.weight_decay)
+    else:
+        optimizers = [torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=betas, weight_decay=train.weight_decay)]
+    model, *optimizers = accelerator.prepare(drafter, *optimizers)
     if train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
     share = train.batch_size // accelerator.num_processes
     micro = train.micro_batch_size or share
     if share * accelerator.num_processes != train.batch_size or share % micro:
         raise UserError(f"train.batch_size: wanted a multiple of {accelerator.num_processes} processes x micro batch {micro}, got {train.batch_size}")
-    stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes)
+    stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes, whole=recipe.data.train_on == "all")
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
@@ -194,7 +257,7 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
             if last_step or late:
                 break
             target.set_taps(drafter.config.taps)
-            for group in optimizer.param_groups:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = train.lr * _lr_factor(train.lr_schedule, step, train.steps, warmup)
             total = 0.0
             entry: dict[str, float] = {}
@@ -207,8 +270,9 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
             norm = float(accelerator.clip_grad_norm_(model.parameters(), train.clip_norm))
             if not math.isfinite(total) or not math.isfinite(norm):
                 raise FloatingPointError(f"step {step}: loss {total}, gradient norm {norm}; stopped before the optimizer step")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             speed = tokens / (time.monotonic() - began)
             bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s  tau {best['tau']:.2f}")
             if main_process and step % train.log_every == 0:
@@ -274,9 +338,13 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         max_new_tokens=part.max_new_tokens,
         eager=part.eager,
         timed_prompts=part.timed_prompts,
+        gate_batch=part.gate_batch,
+        threads=part.threads,
         bootstrap=part.bootstrap,
         seed=part.seed,
     )
+    assert target.tokenizer is not None
+    threads = choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), settings)
     with _bar(True) as bar:
         task = bar.add_task("evaluation", total=part.num_prompts, note="")
         rows, samples = evaluate(
@@ -294,7 +362,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         "nodes": recipe.decode.num_nodes,
         "contract": contract,
     }
-    report = build_report(target, description, suite, settings, rows, samples, figures)
+    report = build_report(target, description, suite, settings, rows, samples, figures, threads)
     write_report(report, folder / "eval")
     for name in recipe.export.formats:
         vllm.export(drafter, contract, folder / "export" / name, recipe.decode.depth)

@@ -38,7 +38,7 @@ def report(target: Target) -> Report:
     suite = load_suite("stdlib", 3, split="test")
     settings = harness.Settings(temperatures=(0.0, 1.0), max_new_tokens=16, bootstrap=50)
     rows, samples = harness.evaluate(target, head_of(target).proposer(depth=2), suite, settings)
-    return harness.build_report(target, {"method": "eagle3"}, suite, settings, rows, samples, None)
+    return harness.build_report(target, {"method": "eagle3"}, suite, settings, rows, samples, None, {"threads": 1})
 
 
 def failed(report: Report) -> Report:

@@ -36,60 +36,56 @@ class Eagle3Objective:
     chunk_tokens: int = 1024
 
     def __call__(self, model: nn.Module, drafter: Eagle3, target: Target, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """(loss, metrics). `model` is `drafter`, possibly wrapped for several processes. `accuracy_k` is teacher-forced: not an acceptance rate."""
+        """(loss, metrics). `model` is `drafter`, possibly wrapped for several processes. `accuracy_0` is teacher-forced: not an acceptance rate.
+
+        Logits are formed `chunk_tokens` places at a time: those of a whole batch, the drafter's or the target's, are never held.
+        """
         step = target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         assert step.taps_BNF is not None, "target.set_taps() comes first"
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, self.steps)
         size, total = batch.ids_BT.shape
-        # Rows are laid end to end with S spare places each, so that "s tokens further on" never leaves the row.
-        width = total + self.steps + 1
-        hidden_SNH = torch.nn.functional.pad(torch.stack(outputs), (0, 0, 0, self.steps + 1)).flatten(1, 2)
-        ids_V, slot = drafter.draft_ids, torch.arange(total, device=batch.ids_BT.device)
-        probs_NV, known_N = torch.zeros(size * width + self.steps, ids_V.numel(), device=ids_V.device), []
-        target_BN = torch.zeros(size, width + self.steps, dtype=torch.int64, device=ids_V.device)
         with torch.no_grad():
-            for row in range(size):
-                logits_TV = target.logits(step.hidden_BNH[row]).float()
-                # Place n holds the distribution that pair n at step 0 is judged by: the target's at position n + 1.
-                probs_NV[row * width : row * width + total - 1] = logits_TV[1:, ids_V].softmax(-1)
-                best_T = logits_TV.argmax(-1)
-                target_BN[row, : total - 1] = best_T[1:]
-                known_N.append(drafter.t2d[best_T])
-            known_BT = torch.stack(known_N)
-            weights = []
-            for k in range(self.steps):
-                # Pair t at step k predicts token t + 2 + k from the target's distribution at t + 1 + k.
-                judged = torch.zeros(size, width, dtype=torch.bool, device=ids_V.device)
-                stop = total - 2 - k
-                if stop > 0:
-                    same = batch.document_BT[:, :stop] == batch.document_BT[:, 2 + k :]
-                    judged[:, :stop] = batch.loss_BT[:, 2 + k :] & same & (batch.document_BT[:, :stop] >= 0)
-                inside = torch.zeros_like(judged)
-                inside[:, : max(stop, 0)] = known_BT[:, 1 + k : total - 1]
-                weights.append((judged, judged & inside))
-            scale = sum(self.step_decay**k for k in range(self.steps))
-            weight_SN = torch.stack([self.step_decay**k / scale * self._normalised(w) for k, (_, w) in enumerate(weights)]).flatten(1)
-        loss = chunked_soft_cross_entropy(drafter.norm(hidden_SNH), drafter.lm_head.weight, weight_SN, lambda a, b: probs_NV[a:b], self.chunk_tokens)
-        return loss, self._accuracy(drafter, hidden_SNH, target_BN, weights, slot)
+            judged_SBT = torch.stack([self._judged(batch, k) for k in range(self.steps)])
+            # Only places that some step is judged at are looked at from here on: N of them, numbered row * T + position.
+            place_N = judged_SBT.any(0).flatten().nonzero().squeeze(1)
+            features_NH = step.hidden_BNH.flatten(0, 1)[place_N]
+            chunks = torch.split(features_NH, self.chunk_tokens)
+            best_N = torch.cat([target.logits(chunk).argmax(-1) for chunk in chunks]) if chunks else place_N
+            judged_SN = judged_SBT.flatten(1)[:, place_N]
+            weight_SN = self._weights(judged_SN & drafter.t2d[best_N], place_N // total, size)
+        ids_V = drafter.draft_ids
 
-    def _normalised(self, kept_BW: Tensor) -> Tensor:
-        kept = kept_BW.float()
+        def probs(start: int, stop: int) -> Tensor:
+            with torch.no_grad():
+                return target.logits(features_NH[start:stop])[:, ids_V].float().softmax(-1)
+
+        # Step k's opinion about the token after place m stands at place m - 1 - k.
+        hidden_SNH = torch.stack([hidden.flatten(0, 1)[(place_N - 1 - k).clamp(min=0)] for k, hidden in enumerate(outputs)])
+        loss = chunked_soft_cross_entropy(drafter.norm(hidden_SNH), drafter.lm_head.weight, weight_SN, probs, self.chunk_tokens)
+        return loss, {"accuracy_0": self._accuracy(drafter, hidden_SNH[0].detach(), best_N, judged_SN[0])}
+
+    @staticmethod
+    def _judged(batch: Batch, k: int) -> Tensor:
+        """[B, T] places m whose target distribution, that of token m + 1, judges step k of pair m - 1 - k: one document, and a token to learn."""
+        judged_BT = torch.zeros_like(batch.loss_BT)
+        first, last = batch.document_BT[:, : -2 - k], batch.document_BT[:, 2 + k :]
+        judged_BT[:, 1 + k : -1] = batch.loss_BT[:, 2 + k :] & (first == last) & (first >= 0)
+        return judged_BT
+
+    def _weights(self, kept_SN: Tensor, row_N: Tensor, rows: int) -> Tensor:
+        """[S, N] float32 weights: a step's sum to its share of the decay, evenly over its tokens, or over its sequences first."""
+        kept = kept_SN.float()
         if self.normaliser == "per_token":
-            return kept / kept.sum().clamp(min=1)
-        rows = (kept.sum(1, keepdim=True) > 0).sum().clamp(min=1)
-        return kept / kept.sum(1, keepdim=True).clamp(min=1) / rows
+            share_SN = kept / kept.sum(1, keepdim=True).clamp(min=1)
+        else:
+            count_SB = torch.zeros(kept.shape[0], rows, device=kept.device).index_add_(1, row_N, kept)
+            share_SN = kept / count_SB.clamp(min=1)[:, row_N] / (count_SB > 0).sum(1, keepdim=True).clamp(min=1)
+        decay_S = self.step_decay ** torch.arange(kept.shape[0], device=kept.device, dtype=torch.float32)
+        return share_SN * (decay_S / decay_S.sum()).unsqueeze(1)
 
     @torch.no_grad()
-    def _accuracy(
-        self, drafter: Eagle3, hidden_SNH: Tensor, target_BN: Tensor, weights: list[tuple[Tensor, Tensor]], slot: Tensor
-    ) -> dict[str, float]:
-        """Share of judged places whose draft argmax is the target's, at step 0; those outside the draft vocabulary count as misses."""
-        judged = weights[0][0]
-        size, width = judged.shape
-        hidden_BWH = hidden_SNH[0].view(size, width, -1)
-        hits, places = 0, 0
-        for row in range(min(size, 2)):
-            choice = drafter.draft_ids[drafter.logits(hidden_BWH[row]).argmax(-1)]
-            hits += int(((choice == target_BN[row, :width]) & judged[row]).sum())
-            places += int(judged[row].sum())
-        return {"accuracy_0": hits / max(places, 1)}
+    def _accuracy(self, drafter: Eagle3, hidden_NH: Tensor, best_N: Tensor, judged_N: Tensor, sample: int = 256) -> float:
+        """Share of (the first `sample`) judged places whose draft argmax is the target's; those outside the draft vocabulary count as misses."""
+        places = judged_N.nonzero().squeeze(1)[:sample]
+        choice = drafter.draft_ids[drafter.logits(hidden_NH[places]).argmax(-1)]
+        return float((choice == best_N[places]).float().mean()) if len(places) else 0.0
