@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +118,43 @@ def test_a_near_tie_is_measured_not_assumed(target: Target) -> None:
     best = Engine(target).generate([prompt], SamplingParams(), 2).tokens[0]
     assert harness.score_gap(target, prompt, best[:1], best[1], best[1], SamplingParams()) == 0
     assert harness.score_gap(target, prompt, best[:1], best[1], (best[1] + 1) % 2048, SamplingParams()) > bound
+
+
+def test_the_schema_page_names_every_key(report: Report) -> None:
+    page = Path(harness.__file__).with_name("SCHEMA.md").read_text()
+    documented = {part for name in re.findall(r"`([a-z_.]+)`", page) for part in name.split(".")}
+    known: set[str] = set()
+
+    def collect(kind: Any) -> None:
+        for field in dataclasses.fields(kind):
+            known.add(field.metadata.get("key", field.name))
+            for part in (hint := typing.get_type_hints(kind)[field.name], *typing.get_args(hint)):
+                if dataclasses.is_dataclass(part):
+                    collect(part)
+
+    collect(Report)
+    assert known - documented == set()
+    assert {"from", "ties", "t_ar_ms", "pieces", "origin"} <= known  # the walk went all the way down
+
+
+def test_prompts_that_are_not_timed_count_for_gate_and_tau(target: Target) -> None:
+    suite, head = load_suite("stdlib", 5, split="test"), head_of(target)
+    settings: dict[str, Any] = {"temperatures": (1.0,), "max_new_tokens": 12, "bootstrap": 50, "eager": False}
+    whole, _ = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings))
+    split, _ = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings, timed_prompts=2, gate_batch=2))
+    assert split[0].lossless == whole[0].lossless and split[0].lossless.checked == 5
+    for name in ("tau", "tau_ci", "tokens", "rounds", "accepted_length_histogram", "acceptance_rate", "tau_by_output_position"):
+        assert getattr(split[0], name) == getattr(whole[0], name), name
+
+
+def test_the_thread_count_is_measured_or_taken_as_given(target: Target) -> None:
+    before = torch.get_num_threads()
+    try:
+        prompt = list(range(5, 20))
+        measured = harness.choose_threads(target, prompt, harness.Settings(), steps=2)
+        costs = measured["thread_calibration_ms"]
+        assert str(measured["threads"]) == min(costs, key=lambda n: costs[n]) and set(costs) >= {"1", str(os.cpu_count())}
+        assert torch.get_num_threads() == measured["threads"]
+        assert harness.choose_threads(target, prompt, harness.Settings(threads=1)) == {"threads": 1} and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
