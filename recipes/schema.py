@@ -135,6 +135,7 @@ class Train(Section):
     warmup_ratio: Share = 0.05
     lr_schedule: Literal["cosine", "constant", "linear"] = "cosine"
     clip_norm: Positive = 0.5
+    keep_features_gib: NonNegative = 0.0  # memory per process for the target's features of sequences seen, which later epochs use again
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: Seed = 0
     log_every: Size = 10

@@ -106,18 +106,20 @@ def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
 
 
 def batches(sequences: Sequences, size: int, seed: int, shard: int = 0, shards: int = 1, whole: bool = False) -> Iterator[Batch]:
-    """Endless padded batches of `size` sequences for this shard; every epoch is a new permutation, the same on all shards.
+    """Endless padded batches of `size` sequences for this shard, which sees every `shards`-th sequence, in a new order every epoch.
 
     whole: learn to draft the prompts' tokens too, as the target would continue them, not those of the responses only.
     """
+    mine = range(shard, len(sequences) - len(sequences) % shards or len(sequences), shards)
     generator, epoch = torch.Generator(), 0
     while True:
         generator.manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(sequences), generator=generator).tolist()
-        step = size * shards
-        for start in range(0, max(len(order) - step + 1, 1), step):
-            chosen = [sequences[order[i % len(order)]] for i in range(start + shard * size, start + (shard + 1) * size)]
-            yield collate([(ids, 0) for ids, _ in chosen] if whole else chosen)
+        order = [mine[i] for i in torch.randperm(len(mine), generator=generator).tolist()]
+        for start in range(0, max(len(order) - size + 1, 1), size):
+            chosen = [order[i % len(order)] for i in range(start, start + size)]
+            batch = collate([(sequences[i][0], 0) if whole else sequences[i] for i in chosen])
+            batch.sequence_B = chosen
+            yield batch
         epoch += 1
 
 

@@ -33,6 +33,7 @@ from ..heads.export import vllm
 from ..heads.registry import load_drafter, save_drafter
 from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
+from .features import Features
 from .language_model import schedule, train_language_model
 from .objectives.eagle3 import Eagle3Objective
 from .optimizers import muon_and_adamw
@@ -244,6 +245,7 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
     if share * accelerator.num_processes != train.batch_size or share % micro:
         raise UserError(f"train.batch_size: wanted a multiple of {accelerator.num_processes} processes x micro batch {micro}, got {train.batch_size}")
     stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes, whole=recipe.data.train_on == "all")
+    features = Features(target, int(train.keep_features_gib * 2**30))
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
@@ -278,7 +280,7 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
             for _ in range(share // micro):
                 batch = next(stream)
                 tokens += batch.ids_BT.numel() * accelerator.num_processes
-                loss, entry = objective(model, drafter, target, batch)
+                loss, entry = objective(model, drafter, target, batch, features.of(batch))
                 accelerator.backward(loss / (share // micro))
                 total += loss.item() / (share // micro)
             norm = float(accelerator.clip_grad_norm_(model.parameters(), train.clip_norm))

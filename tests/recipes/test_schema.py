@@ -78,10 +78,10 @@ def test_listing_tells_kind_and_method() -> None:
 def test_the_target_has_the_published_shape() -> None:
     recipe = load_recipe(TARGET)
     assert isinstance(recipe, TargetRecipe)
-    assert dataclasses.astuple(recipe.model) == (2048, 128, 384, 20, 4, 2, 32, 512)
+    assert dataclasses.astuple(recipe.model) == (2048, 192, 512, 12, 6, 2, 32, 512)
     train = recipe.train
-    assert (train.steps, train.batch_size, train.micro_batch_size, train.sequence_length) == (900, 24, 2, 384)
-    assert (train.lr, train.weight_decay, train.warmup_steps, train.decay_share, train.mixed_precision) == (3e-3, 0.05, 50, 0.35, "no")
+    assert (train.steps, train.batch_size, train.micro_batch_size, train.sequence_length) == (900, 12, 2, 384)
+    assert (train.lr, train.weight_decay, train.warmup_steps, train.decay_share, train.mixed_precision) == (3e-3, 0.05, 60, 0.4, "no")
 
 
 def test_the_readme_lists_every_key_with_its_default() -> None:

@@ -11,19 +11,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...decode.target import Target
+from ...decode.target import Step, Target
 from ...heads.eagle3 import Eagle3
 from ..losses import chunked_soft_cross_entropy
 
 
 @dataclass
 class Batch:
-    """ids_BT, loss_BT (bool: the token is one that the drafter should learn to draft), position_BT, document_BT (-1: padding)."""
+    """ids_BT, loss_BT (bool: the token is one that the drafter should learn to draft), position_BT, document_BT (-1: padding).
+
+    sequence_B: a number for each row's content, if rows come again: row r of any batch with the same number is the same sequence.
+    """
 
     ids_BT: Tensor
     loss_BT: Tensor
     position_BT: Tensor
     document_BT: Tensor
+    sequence_B: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +39,13 @@ class Eagle3Objective:
     normaliser: Literal["per_sequence", "per_token"] = "per_sequence"
     chunk_tokens: int = 1024
 
-    def __call__(self, model: nn.Module, drafter: Eagle3, target: Target, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """(loss, metrics). `model` is `drafter`, possibly wrapped for several processes. `accuracy_0` is teacher-forced: not an acceptance rate.
+    def __call__(self, model: nn.Module, drafter: Eagle3, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics). `model` is `drafter`, possibly wrapped for several processes; `step`: the batch's features, if they are there already.
+        `accuracy_0` is teacher-forced: not an acceptance rate.
 
         Logits are formed `chunk_tokens` places at a time: those of a whole batch, the drafter's or the target's, are never held.
         """
-        step = target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
+        step = step or target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         assert step.taps_BNF is not None, "target.set_taps() comes first"
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, self.steps)
         size, total = batch.ids_BT.shape
