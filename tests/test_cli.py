@@ -84,6 +84,18 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     assert "PASS" in done.stdout
 
 
+def test_the_quickstart_runs_on_all_cores(tmp_path: Path) -> None:
+    """`draftsmith quickstart` starts its own processes; their exit codes and their one line of error come through."""
+    done = draftsmith("quickstart", f"out={tmp_path / 'r'}", *SMALL, "train.trackers=[tensorboard]")
+    assert done.returncode == 0, done.stderr
+    wanted = max(n for n in range(1, min(os.cpu_count() or 1, 4) + 1) if 4 % n == 0)
+    assert json.loads((tmp_path / "r" / "training.json").read_text())["processes"] == wanted
+    assert done.stdout.count("report.html") == 1 and list((tmp_path / "r").rglob("events.out.tfevents.*"))
+    bad = draftsmith("quickstart", f"out={tmp_path / 'x'}", *SMALL, "drafter.taps=[3,99]")
+    assert bad.returncode == 2 and [line for line in bad.stderr.splitlines() if line.startswith("error: drafter.taps: wanted")], bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
 def test_bad_input_is_one_line_and_exit_2(run_folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
