@@ -226,13 +226,20 @@ class Target:
 
         max_length: a host-side upper bound of length_B. uniform: every row has length max_length (allows a plain slice write).
         """
-        assert self._cache is not None, "allocate() comes first"
         slots_BN = length_B.unsqueeze(1) + torch.arange(tree.num_nodes, device=length_B.device)
         position_BN = length_B.unsqueeze(1) + tree.depth_BN
         visible = max_length + tree.num_nodes
-        self._cache.place(slots_BN, visible, max_length if uniform else None)
         allowed_BNL, key_BL = tree_mask(tree, length_B, slots_BN, position_BN, visible)
-        return self._forward(tree.tokens_BN, position_BN, self._windowed(allowed_BNL, position_BN, key_BL), self._cache)
+        return self.extend(tree.tokens_BN, position_BN, slots_BN, allowed_BNL, key_BL, max_length if uniform else None)
+
+    def extend(self, ids_BN: Tensor, position_BN: Tensor, slots_BN: Tensor, allowed_BNL: Tensor, key_BL: Tensor, start: int | None = None) -> Step:
+        """One forward pass over any tokens: K/V go to `slots`; each token sees the slots that `allowed` marks, within the model's window.
+
+        key_BL: each slot's position. start: set if every row writes slots start .. start + N - 1.
+        """
+        assert self._cache is not None, "allocate() comes first"
+        self._cache.place(slots_BN, allowed_BNL.shape[-1], start)
+        return self._forward(ids_BN, position_BN, self._windowed(allowed_BNL, position_BN, key_BL), self._cache)
 
     def commit(self, tree: DraftTree, path_BP: Tensor, length_B: Tensor) -> None:
         """Keep the path's K/V: node path[i] moves to slot length + i. A chain's nodes lie there already."""

@@ -6,7 +6,7 @@
 Pair t has rotary position t. Tensor names and arithmetic follow the layout that serving engines load: one Llama layer, no biases,
 `norm_before_residual` false; `d2t` holds offsets (target id = draft id + d2t[draft id]).
 
-Dims: B batch, T sequence, M pairs, K nodes a level, D depth, H hidden, F taps * H, V draft vocabulary, L cache slots.
+Dims: B batch, T sequence, M pairs, K nodes a level, H hidden, F taps * H, V draft vocabulary, L cache slots.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import UserError
+from ..decode.growth import Grower
 from ..decode.proposer import Accepted
-from ..decode.sampling import Sampler
 from ..decode.target import Target
-from ..decode.tree import DraftTree
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -270,23 +269,13 @@ class Eagle3(nn.Module):
         return Eagle3Proposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes)
 
 
-class Eagle3Proposer:
-    """Grows a tree level by level: each level's `topk` most probable nodes are expanded, and of all candidates the best `nodes` are kept.
-
-    A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence, and
-    with shared noise the same idea given the noise that is known already.
-
-    Cache slots of a row:  0 ... pairs | level 1: topk | level 2: topk | ...      pairs = committed (feature, token) pairs
-    """
+class Eagle3Proposer(Grower):
+    """Grows chains and dynamic trees with the head. Its cache holds committed (feature, next token) pairs."""
 
     def __init__(self, head: Eagle3, *, depth: int, topk: int, nodes: int) -> None:
-        candidates = topk + (depth - 1) * topk * topk
-        if not depth <= nodes <= candidates:
-            raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
-        self.head, self.max_depth, self.topk, self.num_nodes = head, depth, topk, nodes + 1
-        self.taps = head.config.taps
-        self._keys = self._values = self._hidden_BH = self._pairs_B = torch.empty(0)
-        self._most_pairs = 0
+        super().__init__(taps=head.config.taps, depth=depth, topk=topk, nodes=nodes)
+        self.head = head
+        self._keys = self._values = torch.empty(0)
 
     def reset(self, batch: int, capacity: int) -> None:
         """Make room for the committed pairs and one tree."""
@@ -295,24 +284,24 @@ class Eagle3Proposer:
         if self._keys.shape != shape or self._keys.dtype != weight.dtype:
             self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self._values = torch.zeros_like(self._keys)
-        self._pairs_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        self._most_pairs = 0
+        self._length_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        self._longest = 0
 
     def observe(self, accepted: Accepted) -> None:
         """Run the head over the new (feature, next token) pairs; remember the output of each row's last one."""
         assert accepted.taps_BMF is not None
         head, count = self.head, accepted.tokens_BM.shape[1]
         column = torch.arange(count, device=accepted.tokens_BM.device)
-        slots_BM = self._pairs_B.unsqueeze(1) + column
-        visible = self._most_pairs + count
+        slots_BM = self._length_B.unsqueeze(1) + column
+        visible = self._longest + count
         allowed_BML = torch.arange(visible, device=column.device) <= slots_BM.unsqueeze(-1)
         fed = head.fc(accepted.taps_BMF.to(head.fc.weight.dtype))
         hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML)
         last_BH = hidden_BMH.gather(1, (accepted.count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
         stands = (accepted.count_B > 0).unsqueeze(1)  # finished rows bring nothing new
-        self._hidden_BH = last_BH if self._most_pairs == 0 else torch.where(stands, last_BH, self._hidden_BH)
-        self._pairs_B = self._pairs_B + accepted.count_B
-        self._most_pairs = int(self._pairs_B.max())
+        self._hidden_BH = last_BH if self._longest == 0 else torch.where(stands, last_BH, self._hidden_BH)
+        self._length_B = self._length_B + accepted.count_B
+        self._longest = int(self._length_B.max())
 
     def _run(self, fed_BMH: Tensor, ids_BM: Tensor, position_BM: Tensor, slots_BM: Tensor, allowed_BML: Tensor) -> Tensor:
         """One pass of the head: hidden states fed and tokens in, pre-norm outputs [B, M, H] out; K/V go to `slots`."""
@@ -328,53 +317,11 @@ class Eagle3Proposer:
         )
         return head.midlayer.finish(fed_BMH, attention.output(mixed))
 
-    def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
-        """The topk children of each node: target ids and log values [B, K, topk]."""
-        logits_BKV = self.head.logits(hidden_BKH)
-        ids_V = self.head.draft_ids
-        noise = None if noise_BDV is None else noise_BDV[:, level : level + 1].index_select(-1, ids_V)
-        values, index = sampler.scores(logits_BKV, noise).log_softmax(-1).topk(self.topk, dim=-1)
-        return ids_V[index], values
+    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
+        return self._run(fed_BKH, ids_BK, position_BK, slots_BK, allowed_BKL)
 
-    def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        """Grow the tree below the root."""
-        batch, k, device = root_B.shape[0], self.topk, root_B.device
-        tokens_BK, values_BK = (x.squeeze(1) for x in self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0))
-        parent_BK = torch.zeros_like(tokens_BK)  # candidate ids: 0 is the root, then candidates in order of creation
-        all_tokens, all_values, all_parents = [tokens_BK], [values_BK], [parent_BK]
-        made, first_slot = k, self._pairs_B.unsqueeze(1)
-        chosen_BK = torch.arange(1, k + 1, device=device).expand(batch, k)  # candidate ids that this level expands
-        hidden_BKH = self._hidden_BH.unsqueeze(1).expand(-1, k, -1)
-        slot_L = torch.arange(self._most_pairs + self.max_depth * k, device=device)
-        allowed_BKL = (slot_L < first_slot).unsqueeze(1).expand(-1, k, -1)
-        for level in range(1, self.max_depth):
-            slots_BK = first_slot + (level - 1) * k + torch.arange(k, device=device)
-            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
-            position_BK = (self._pairs_B + level - 1).unsqueeze(1).expand(-1, k)
-            hidden_BKH = self._run(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL)
-            child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
-            flat_tokens = child_tokens.flatten(1)
-            flat_values = (values_BK.unsqueeze(-1) + child_values).flatten(1)
-            all_tokens.append(flat_tokens)
-            all_values.append(flat_values)
-            all_parents.append(chosen_BK.repeat_interleave(k, dim=1))
-            values_BK, best = flat_values.topk(k, dim=-1)
-            tokens_BK, from_node = flat_tokens.gather(1, best), best // k
-            chosen_BK = best + made + 1
-            made += k * k
-            hidden_BKH = hidden_BKH.gather(1, from_node.unsqueeze(-1).expand_as(hidden_BKH))
-            allowed_BKL = allowed_BKL.gather(1, from_node.unsqueeze(-1).expand_as(allowed_BKL))
-        if k == 1:
-            return DraftTree.chain(torch.cat([root_B.unsqueeze(1), *all_tokens], dim=1))
-        return self._keep_best(root_B, torch.cat(all_tokens, 1), torch.cat(all_values, 1), torch.cat(all_parents, 1))
+    def _logits(self, hidden_BKH: Tensor) -> Tensor:
+        return self.head.logits(hidden_BKH)
 
-    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor) -> DraftTree:
-        """The tree of the `nodes` best candidates. Values fall along edges; a stable sort keeps a parent before a child of equal value."""
-        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, : self.num_nodes - 1].sort(dim=1).values
-        kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
-        parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)
-        return DraftTree.from_parents(
-            torch.cat([root_B.unsqueeze(1), tokens_BC.gather(1, order)], dim=1),
-            torch.searchsorted(kept.contiguous(), parents.contiguous()),  # candidate id -> node index
-            self.max_depth,
-        )
+    def _draft_ids(self) -> Tensor:
+        return self.head.draft_ids

@@ -1,0 +1,134 @@
+"""Growing a draft with a causal model, level by level: what EAGLE-style heads and standalone drafts have in common.
+
+A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence (2406.16858),
+and with shared noise the same idea given the noise that is known already.
+
+Cache slots of a row:  0 ... length | level 1: topk | level 2: topk | ...      length = committed entries, which sit at their positions
+
+Dims: B batch, K nodes a level, D depth, C candidates, H hidden, V draft vocabulary, L cache slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .. import UserError
+from .proposer import Accepted
+from .sampling import Sampler
+from .tree import DraftTree
+
+
+class Grower(ABC):
+    """A proposer of chains (topk 1) or dynamic trees: each level's `topk` best nodes are expanded, and of all candidates the best `nodes` are kept.
+
+    A subclass keeps the cache, and sets in `observe`: `_hidden_BH`, from which the root's children are predicted, `_length_B`, its committed
+    entries, and `_longest`, their greatest number on the host.
+    """
+
+    def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int) -> None:
+        candidates = topk + (depth - 1) * topk * topk
+        if not depth <= nodes <= candidates:
+            raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
+        self.taps, self.max_depth, self.topk, self.num_nodes = taps, depth, topk, nodes + 1
+        self._hidden_BH = self._length_B = torch.empty(0)
+        self._longest = 0
+
+    @abstractmethod
+    def reset(self, batch: int, capacity: int) -> None:
+        """Forget everything; make room for the committed entries and for `max_depth * topk` more."""
+
+    @abstractmethod
+    def observe(self, accepted: Accepted) -> None:
+        """Run the model over what was accepted; set what the class's docstring says."""
+
+    @abstractmethod
+    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
+        """Run the model over one level's nodes: hidden states [B, K, H] that predict their children. fed_BKH: those that predicted the nodes.
+
+        allowed_BKL: the slots that each node sees, its own one too; key_BL: each slot's position.
+        """
+
+    @abstractmethod
+    def _logits(self, hidden_BKH: Tensor) -> Tensor:
+        """[B, K, V] over the draft vocabulary."""
+
+    def _draft_ids(self) -> Tensor | None:
+        """[V] target id of each draft id; None if they are the first V of the target's."""
+        return None
+
+    def _scores(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> Tensor:
+        logits_BKV = self._logits(hidden_BKH)
+        noise, ids_V = None, self._draft_ids()
+        if noise_BDV is not None:
+            noise = noise_BDV[:, level : level + 1]
+            noise = noise[..., : logits_BKV.shape[-1]] if ids_V is None else noise.index_select(-1, ids_V)
+        return sampler.scores(logits_BKV, noise)
+
+    def _target_ids(self, draft_ids: Tensor) -> Tensor:
+        ids_V = self._draft_ids()
+        return draft_ids if ids_V is None else ids_V[draft_ids]
+
+    def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        """Grow the tree below the root."""
+        return self._chain(root_B, sampler, noise_BDV) if self.topk == 1 else self._tree(root_B, sampler, noise_BDV)
+
+    def _chain(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        tokens = [root_B.unsqueeze(1)]
+        hidden_BKH, first_BK = self._hidden_BH.unsqueeze(1), self._length_B.unsqueeze(1)
+        slot_L = torch.arange(self._longest + self.max_depth, device=root_B.device)
+        for level in range(self.max_depth):
+            tokens.append(self._target_ids(self._scores(hidden_BKH, sampler, noise_BDV, level).argmax(-1)))
+            if level < self.max_depth - 1:
+                slots_BK, seen_L = first_BK + level, slot_L[: self._longest + level + 1]
+                allowed_BKL = (seen_L <= slots_BK).unsqueeze(1)
+                hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, seen_L.expand(root_B.shape[0], -1))
+        return DraftTree.chain(torch.cat(tokens, dim=1))
+
+    def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
+        """The topk children of each node: target ids and log values [B, K, topk]."""
+        values, index = self._scores(hidden_BKH, sampler, noise_BDV, level).log_softmax(-1).topk(self.topk, dim=-1)
+        return self._target_ids(index), values
+
+    def _tree(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        batch, k, device = root_B.shape[0], self.topk, root_B.device
+        tokens_BK, values_BK = (x.squeeze(1) for x in self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0))
+        parent_BK = torch.zeros_like(tokens_BK)  # candidate ids: 0 is the root, then candidates in order of creation
+        all_tokens, all_values, all_parents = [tokens_BK], [values_BK], [parent_BK]
+        made, first_BK = k, self._length_B.unsqueeze(1)
+        chosen_BK = torch.arange(1, k + 1, device=device).expand(batch, k)  # candidate ids that this level expands
+        hidden_BKH = self._hidden_BH.unsqueeze(1).expand(-1, k, -1)
+        slot_L = torch.arange(self._longest + self.max_depth * k, device=device)
+        key_BL = torch.where(slot_L < first_BK, slot_L, first_BK + (slot_L - first_BK) // k)
+        allowed_BKL = (slot_L < first_BK).unsqueeze(1).expand(-1, k, -1)
+        for level in range(1, self.max_depth):
+            slots_BK = first_BK + (level - 1) * k + torch.arange(k, device=device)
+            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
+            position_BK = (first_BK + level - 1).expand(-1, k)
+            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL)
+            child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
+            flat_tokens = child_tokens.flatten(1)
+            flat_values = (values_BK.unsqueeze(-1) + child_values).flatten(1)
+            all_tokens.append(flat_tokens)
+            all_values.append(flat_values)
+            all_parents.append(chosen_BK.repeat_interleave(k, dim=1))
+            values_BK, best = flat_values.topk(k, dim=-1)
+            tokens_BK, from_node = flat_tokens.gather(1, best), best // k
+            chosen_BK = best + made + 1
+            made += k * k
+            hidden_BKH = hidden_BKH.gather(1, from_node.unsqueeze(-1).expand_as(hidden_BKH))
+            allowed_BKL = allowed_BKL.gather(1, from_node.unsqueeze(-1).expand_as(allowed_BKL))
+        return self._keep_best(root_B, torch.cat(all_tokens, 1), torch.cat(all_values, 1), torch.cat(all_parents, 1))
+
+    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor) -> DraftTree:
+        """The tree of the `nodes` best candidates. Values fall along edges; a stable sort keeps a parent before a child of equal value."""
+        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, : self.num_nodes - 1].sort(dim=1).values
+        kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
+        parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)
+        return DraftTree.from_parents(
+            torch.cat([root_B.unsqueeze(1), tokens_BC.gather(1, order)], dim=1),
+            torch.searchsorted(kept.contiguous(), parents.contiguous()),  # candidate id -> node index
+            self.max_depth,
+        )

@@ -1,0 +1,95 @@
+"""Any causal LM with the target's tokenizer as a drafter (2211.17192): a smaller model of the family, an earlier checkpoint, a distilled draft.
+
+It drafts with its own cache, as chain or dynamic tree, and needs nothing of the target but the accepted tokens. It can be used untrained.
+
+Dims: B batch, M accepted columns, K nodes a level, H hidden, V draft vocabulary, L cache slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .. import UserError
+from ..decode.growth import Grower
+from ..decode.proposer import Accepted
+from ..decode.target import Target
+
+
+class Standalone:
+    """A draft model. Like a head, it is bound to a target: the two must agree on what each token id means."""
+
+    method = "draft_model"
+
+    def __init__(self, draft: Target) -> None:
+        self.draft, self.vocab_size = draft, draft.vocab_size
+
+    def bind(self, target: Target) -> Standalone:
+        """Check that the draft's tokens are the target's. Returns self. Raises UserError if they are not."""
+        check_tokenizers(self.draft, target)
+        self.vocab_size = min(self.draft.vocab_size, target.vocab_size)
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The draft's parameters."""
+        yield from self.draft.model.parameters()
+
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> StandaloneProposer:
+        """A proposer of chains, or of dynamic trees with `nodes` draft nodes."""
+        chain = tree == "chain"
+        return StandaloneProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes)
+
+
+def check_tokenizers(draft: Target, target: Target) -> None:
+    """Raise UserError unless every token has the same id for both. A longer table of padding rows does not matter."""
+    if draft.tokenizer is None or target.tokenizer is None:
+        return  # models without one, in which case ids are all there is
+    ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    differing = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if differing:
+        raise UserError(
+            f"draft model {draft.name}: wanted the tokenizer of target {target.name}, got one in which {len(differing)} tokens differ "
+            f"(such as {min(differing)!r}); choose a model of the target's family"
+        )
+
+
+class StandaloneProposer(Grower):
+    """Grows chains and dynamic trees with a draft model. Its cache holds every token up to and including the root."""
+
+    def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int) -> None:
+        super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes)
+        self.draft, self._vocab_size = model.draft, model.vocab_size
+
+    def reset(self, batch: int, capacity: int) -> None:
+        """Make room for the tokens and one tree. Raises UserError if the draft has fewer positions than the text."""
+        limit, text = self.draft.max_positions, capacity - self.num_nodes - self.max_depth - 1
+        if limit is not None and text > limit:
+            raise UserError(f"prompt + max_new_tokens: wanted at most the draft model's {limit} positions, got {text}; shorten one of them")
+        self.draft.allocate(batch, capacity + self.max_depth * self.topk)
+        self._length_B = torch.zeros(batch, dtype=torch.int64, device=self.draft.device)
+        self._longest = 0
+
+    def observe(self, accepted: Accepted) -> None:
+        """Run the draft over the tokens that are new to it: the prompt's first, and then what follows each accepted token."""
+        first = self._longest == 0
+        ids_BM = torch.cat([accepted.tokens_BM[:, :1], accepted.next_BM], dim=1) if first else accepted.next_BM
+        count_B = accepted.count_B + 1 if first else accepted.count_B
+        ids_BM = ids_BM.clamp(max=self.draft.vocab_size - 1)  # padding rows of the target's table that the draft's lacks
+        columns = ids_BM.shape[1]
+        slots_BM = self._length_B.unsqueeze(1) + torch.arange(columns, device=ids_BM.device)
+        slot_L = torch.arange(self._longest + columns, device=ids_BM.device)
+        allowed_BML = slot_L <= slots_BM.unsqueeze(-1)
+        start = self._longest if ids_BM.shape[0] == 1 else None
+        hidden_BMH = self.draft.extend(ids_BM, slots_BM, slots_BM, allowed_BML, slot_L.expand(ids_BM.shape[0], -1), start).hidden_BNH
+        last_BH = hidden_BMH.gather(1, (count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
+        self._hidden_BH = last_BH if first else torch.where((count_B > 0).unsqueeze(1), last_BH, self._hidden_BH)
+        self._length_B = self._length_B + count_B
+        self._longest = int(self._length_B.max())
+
+    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
+        return self.draft.extend(ids_BK, position_BK, slots_BK, allowed_BKL, key_BL).hidden_BNH
+
+    def _logits(self, hidden_BKH: Tensor) -> Tensor:
+        return self.draft.logits(hidden_BKH)[..., : self._vocab_size]
