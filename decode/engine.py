@@ -16,7 +16,7 @@ import torch
 
 from .. import UserError
 from .proposer import Accepted, Proposer
-from .sampling import Sampler, SamplingParams
+from .sampling import NoiseWindow, Sampler, SamplingParams
 from .target import Target
 from .tree import DraftTree
 from .verify import walk
@@ -96,7 +96,8 @@ class Engine:
         length_B = torch.tensor(lengths, device=device)
         step = target.prefill(ids_BT, length_B)
         last_BH = step.hidden_BNH.gather(1, (length_B - 1).view(-1, 1, 1).expand(-1, 1, step.hidden_BNH.shape[-1]))
-        root_B = sampler.scores(target.logits(last_BH), sampler.noise(length_B, 1, target.vocab_size)).argmax(-1).squeeze(1)
+        window = NoiseWindow(sampler, target.vocab_size)
+        root_B = sampler.scores(target.logits(last_BH), window.at(lengths, 1)).argmax(-1).squeeze(1)
         if proposer:
             proposer.reset(batch, capacity)
             next_BT = torch.cat([ids_BT[:, 1:], root_B.unsqueeze(1)], 1).scatter(1, (length_B - 1).unsqueeze(1), root_B.unsqueeze(1))
@@ -112,13 +113,15 @@ class Engine:
 
         while not all(done):
             mark = clock.now()
-            noise_BDV = sampler.noise(length_B + 1, depth + 1, target.vocab_size)
+            noise_BDV = window.at([n + 1 for n in lengths], depth + 1)
             tree = proposer.propose(root_B, sampler, noise_BDV) if proposer else DraftTree.root_only(root_B)
             drafted = clock.now()
             step = target.verify(tree, length_B, max(lengths), uniform=min(lengths) == max(lengths))
             logits_BNV = target.logits(step.hidden_BNH)
             verified = clock.now()
-            noise_BNV = None if noise_BDV is None else noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, target.vocab_size))
+            noise_BNV = noise_BDV
+            if noise_BDV is not None and not tree.is_chain:
+                noise_BNV = noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, target.vocab_size))
             verdict = walk(tree, sampler.scores(logits_BNV, noise_BNV).argmax(-1))
             live_B = torch.tensor([not d for d in done], device=device)
             target.commit(tree, verdict.path_BP, length_B)

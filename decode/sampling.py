@@ -47,13 +47,15 @@ class SamplingParams:
                 raise UserError(f"{name}: wanted {wanted}, got {getattr(self, name)}")
 
 
-def philox(counter_low: Tensor, counter_high: Tensor, key_low: Tensor, key_high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 on int64 tensors that hold 32-bit words; the counter is (counter_low, counter_high, 0, 0). Returns four 32-bit words.
+def philox(
+    c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor, c2: Tensor | None = None, c3: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10 on int64 tensors of 32-bit words: counter (c0, c1, c2, c3), the last two 0 if not given; key (k0, k1). Returns four words.
 
     torch has no unsigned 32-bit multiply, so products are formed in int64: they wrap modulo 2^64, which leaves all 64 bits right.
     """
-    c0, c1, c2, c3 = counter_low, counter_high, torch.zeros_like(counter_low), torch.zeros_like(counter_low)
-    k0, k1 = key_low, key_high
+    c2 = torch.zeros_like(c0) if c2 is None else c2
+    c3 = torch.zeros_like(c0) if c3 is None else c3
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
@@ -139,3 +141,33 @@ class Sampler:
         """[B, N, V] float32 scores whose argmax over V is the sampled token: warped logits plus noise."""
         warped_BNV = self.warp(logits_BNV)
         return warped_BNV if noise_BNV is None else warped_BNV + noise_BNV
+
+
+class NoiseWindow:
+    """A sampler's noise, made for many positions at once: the generator is a hundred small operations, which cost one position as much as thirty.
+
+    `positions` are made at once, fewer where [B, positions, V] would take more than `limit` bytes.
+    """
+
+    def __init__(self, sampler: Sampler, vocab_size: int, *, positions: int = 32, limit: int = 2**28) -> None:
+        self._sampler, self._vocab_size = sampler, vocab_size
+        self._positions = max(1, min(positions, limit // (4 * vocab_size * len(sampler.params))))
+        self._first: list[int] = []
+        self._noise_BPV: Tensor | None = None
+
+    def at(self, first: Sequence[int], count: int) -> Tensor | None:
+        """[B, count, V]: what `Sampler.noise` gives for positions first .. first + count - 1 of each row; None if all rows are greedy."""
+        if not self._sampler.any_random:
+            return None
+        held = self._noise_BPV
+        if held is None or any(not low <= new <= low + held.shape[1] - count for low, new in zip(self._first, first, strict=True)):
+            self._first = list(first)
+            held = self._noise_BPV = self._sampler.noise(
+                torch.tensor(first, device=self._sampler.device), max(count, self._positions), self._vocab_size
+            )
+            assert held is not None
+        offset = [new - low for low, new in zip(self._first, first, strict=True)]
+        if min(offset) == max(offset):
+            return held[:, offset[0] : offset[0] + count]
+        column_BP = torch.tensor(offset, device=held.device).unsqueeze(1) + torch.arange(count, device=held.device)
+        return held[torch.arange(len(first), device=held.device).unsqueeze(1), column_BP]

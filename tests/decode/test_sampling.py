@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import torch
-from draftsmith.decode.sampling import Sampler, SamplingParams, gumbel_noise, philox
+from draftsmith.decode.sampling import NoiseWindow, Sampler, SamplingParams, gumbel_noise, philox
 
 
 def test_philox_gives_the_published_vectors() -> None:
-    """Known answers of Random123's kat_vectors for philox4x32-10, with a zero and with an all-ones counter low half."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    assert [int(w) for w in philox(zero, zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    """Known answers of Random123's kat_vectors for philox4x32-10: all zeros, all ones, digits of pi. Counter first, then key."""
+    for counter, key, answer in (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in (*counter, *key))
+        assert tuple(int(word) for word in philox(c0, c1, k0, k1, c2, c3)) == answer
+
+
+def test_a_window_of_noise_is_the_noise() -> None:
+    """However rows advance, alike or each at its own pace, past the window's end or back for another request."""
+    params = [SamplingParams(temperature=1.0, seed=3), SamplingParams(), SamplingParams(temperature=0.5, seed=9)]
+    sampler = Sampler(params, "cpu")
+    window = NoiseWindow(sampler, 10, positions=8)
+    for first in ([4, 4, 4], [5, 5, 5], [6, 5, 9], [9, 9, 9], [10, 9, 9], [10, 12, 30], [2, 2, 2]):
+        want, got = sampler.noise(torch.tensor(first), 3, 10), window.at(first, 3)
+        assert want is not None and got is not None and torch.equal(want, got), first
+    assert NoiseWindow(Sampler([SamplingParams()], "cpu"), 10).at([4], 3) is None
+    small = NoiseWindow(sampler, 10, positions=8, limit=0).at([4, 4, 4], 3)  # no room: one step's noise at a time
+    assert small is not None and small.shape == (3, 3, 10)
 
 
 def test_noise_depends_on_seed_position_and_token_only() -> None:
