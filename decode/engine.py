@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +21,8 @@ from .sampling import NoiseWindow, Sampler, SamplingParams
 from .target import Target
 from .tree import DraftTree
 from .verify import walk
+
+Finish = Literal["", "eos", "stop", "length"]  # why a row ended; empty: it has not
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Generation:
     rounds: list[list[Round]]
     times: Times = field(default_factory=Times)
     draft_nodes: int = 0  # draft nodes a round
+    finish: list[Finish] = field(default_factory=list)
 
 
 class Engine:
@@ -69,18 +73,23 @@ class Engine:
         max_new_tokens: int,
         *,
         eos_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        speculate: Sequence[bool] | None = None,
         on_tokens: Callable[[int, list[int], int], None] | None = None,
     ) -> Generation:
         """Generate for a batch of prompts (token ids, each at least one).
 
-        params: one for all rows, or one a row. on_tokens(row, new tokens, drafted) is called as tokens come; the first `drafted` were drafted.
+        params: one for all rows, or one a row. speculate: False for rows that are to be decoded one token at a time (None: none). A row ends with
+        the token that completes a stop string. on_tokens(row, new tokens, drafted) is called as tokens come; the first `drafted` were drafted.
         Raises UserError if a prompt is empty or does not fit the target's positions.
         """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self._check(prompts, settings, max_new_tokens)
         target, proposer, device = self.target, self.proposer, self.target.device
         target.set_taps(proposer.taps if proposer else ())
+        observer: Any = proposer if getattr(proposer, "wants_logits", False) else None
         sampler = Sampler(settings, device)
+        ends = _Ends(set(eos_ids), list(stop_strings), max_new_tokens, target.tokenizer)
         depth, nodes = (proposer.max_depth, proposer.num_nodes) if proposer else (0, 1)
         batch, longest = len(prompts), max(len(p) for p in prompts)
         capacity = longest + max_new_tokens + nodes + depth + 1
@@ -96,25 +105,29 @@ class Engine:
         length_B = torch.tensor(lengths, device=device)
         step = target.prefill(ids_BT, length_B)
         last_BH = step.hidden_BNH.gather(1, (length_B - 1).view(-1, 1, 1).expand(-1, 1, step.hidden_BNH.shape[-1]))
+        sampler.begin(ids_BT, length_B, target.vocab_size)
         window = NoiseWindow(sampler, target.vocab_size)
         root_B = sampler.scores(target.logits(last_BH), window.at(lengths, 1)).argmax(-1).squeeze(1)
+        sampler.emitted(root_B.unsqueeze(1), torch.ones_like(length_B))
         if proposer:
             proposer.reset(batch, capacity)
             next_BT = torch.cat([ids_BT[:, 1:], root_B.unsqueeze(1)], 1).scatter(1, (length_B - 1).unsqueeze(1), root_B.unsqueeze(1))
             proposer.observe(Accepted(ids_BT, next_BT, step.taps_BNF, torch.zeros_like(length_B), length_B))
 
-        out = Generation([[token] for token in root_B.tolist()], [[] for _ in prompts], times, nodes - 1)
-        stops = set(eos_ids)
-        done = [tokens[0] in stops or max_new_tokens == 1 for tokens in out.tokens]
-        if on_tokens:
-            for row, tokens in enumerate(out.tokens):
-                on_tokens(row, list(tokens), 0)
+        out = Generation([[] for _ in prompts], [[] for _ in prompts], times, nodes - 1, [""] * batch)
+        for row, token in enumerate(root_B.tolist()):
+            out.finish[row] = ends.extend(out.tokens[row], [token])[1]
+            if on_tokens:
+                on_tokens(row, [token], 0)
+        plain_B1 = None if speculate is None or all(speculate) else ~torch.tensor(speculate, device=device).unsqueeze(1)
         times.prefill = clock.now() - began
 
-        while not all(done):
+        while not all(out.finish):
             mark = clock.now()
             noise_BDV = window.at([n + 1 for n in lengths], depth + 1)
             tree = proposer.propose(root_B, sampler, noise_BDV) if proposer else DraftTree.root_only(root_B)
+            if plain_B1 is not None:
+                tree.valid_BN = (~plain_B1 if tree.valid_BN is None else tree.valid_BN & ~plain_B1).expand(batch, tree.num_nodes)
             drafted = clock.now()
             step = target.verify(tree, length_B, max(lengths), uniform=min(lengths) == max(lengths))
             logits_BNV = target.logits(step.hidden_BNH)
@@ -122,16 +135,20 @@ class Engine:
             noise_BNV = noise_BDV
             if noise_BDV is not None and not tree.is_chain:
                 noise_BNV = noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, target.vocab_size))
-            verdict = walk(tree, sampler.scores(logits_BNV, noise_BNV).argmax(-1))
-            live_B = torch.tensor([not d for d in done], device=device)
+            verdict = walk(tree, sampler.scores(logits_BNV, noise_BNV, tree).argmax(-1))
+            live_B = torch.tensor([not why for why in out.finish], device=device)
             target.commit(tree, verdict.path_BP, length_B)
             path_BP, count_B = verdict.path_BP, (verdict.accepted_B + 1) * live_B
             tokens_BP = tree.tokens_BN.gather(1, path_BP)
             next_BP = torch.cat([tokens_BP[:, 1:], verdict.next_B.unsqueeze(1)], 1).scatter(
                 1, verdict.accepted_B.unsqueeze(1), verdict.next_B.unsqueeze(1)
             )
+            sampler.emitted(next_BP, count_B)
             observed = clock.now()
             if proposer:
+                if observer is not None:
+                    valid_BN = live_B.unsqueeze(1).expand(batch, tree.num_nodes)
+                    observer.observe_logits(tree.tokens_BN, logits_BNV, valid_BN if tree.valid_BN is None else valid_BN & tree.valid_BN)
                 taps = step.taps_BNF
                 taps_BPF = None if taps is None else taps.gather(1, path_BP.unsqueeze(-1).expand(-1, -1, taps.shape[-1]))
                 proposer.observe(Accepted(tokens_BP, next_BP, taps_BPF, length_B, count_B))
@@ -140,13 +157,11 @@ class Engine:
             length_B = length_B + count_B
             root_B = torch.where(live_B, verdict.next_B, root_B)
             for row, (accepted, new) in enumerate(zip(verdict.accepted_B.tolist(), next_BP.tolist(), strict=True)):
-                if done[row]:
+                if out.finish[row]:
                     continue
                 lengths[row] += accepted + 1
-                kept = _truncate(new[: accepted + 1], stops, max_new_tokens - len(out.tokens[row]))
-                out.tokens[row] += kept
+                kept, out.finish[row] = ends.extend(out.tokens[row], new[: accepted + 1])
                 out.rounds[row].append(Round(min(accepted, len(kept)), len(kept)))
-                done[row] = len(out.tokens[row]) >= max_new_tokens or kept[-1] in stops
                 if on_tokens:
                     on_tokens(row, kept, min(accepted, len(kept)))
         times.total = clock.now() - began
@@ -164,13 +179,38 @@ class Engine:
             raise UserError(f"prompt + max_new_tokens: wanted at most the target's {limit} positions, got {need}; shorten one of them")
 
 
-def _truncate(tokens: list[int], stops: set[int], room: int) -> list[int]:
-    """Cut at the limit, then after the first EOS."""
-    tokens = tokens[:room]
-    for index, token in enumerate(tokens):
-        if token in stops:
-            return tokens[: index + 1]
-    return tokens
+@dataclass(frozen=True)
+class _Ends:
+    """Where a row ends: at an EOS, at the token that completes a stop string, or at the limit; nothing after it is kept."""
+
+    eos_ids: set[int]
+    stop_strings: list[str]
+    limit: int
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        if any(not text for text in self.stop_strings):
+            raise UserError("stop_strings: wanted texts of at least one character, got an empty one")
+        if self.stop_strings and self.tokenizer is None:
+            raise UserError("stop_strings: wanted a target with a tokenizer, got one without; give eos_ids instead")
+
+    def extend(self, tokens: list[int], new: list[int]) -> tuple[list[int], Finish]:
+        """Append to `tokens` what is to be kept of `new`; return that, and why the row ends, if it does."""
+        for index, token in enumerate(new):
+            tokens.append(token)
+            why: Finish = "eos" if token in self.eos_ids else "stop" if self._completed(tokens) else "length" if len(tokens) >= self.limit else ""
+            if why:
+                return new[: index + 1], why
+        return new, ""
+
+    def _completed(self, tokens: list[int]) -> bool:
+        if not self.stop_strings:
+            return False
+        # No token is shorter than a byte, and no character longer than four. Text that began before the last token is new only if that ends it.
+        most = 4 * max(len(text) for text in self.stop_strings) + 4
+        text = self.tokenizer.decode(tokens[-most:], skip_special_tokens=False)
+        before = self.tokenizer.decode(tokens[-most:-1], skip_special_tokens=False)
+        return any(text.count(stop) > before.count(stop) for stop in self.stop_strings)
 
 
 class _Clock:

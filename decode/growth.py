@@ -65,7 +65,7 @@ class Grower(ABC):
         if noise_BDV is not None:
             noise = noise_BDV[:, level : level + 1]
             noise = noise[..., : logits_BKV.shape[-1]] if ids_V is None else noise.index_select(-1, ids_V)
-        return sampler.scores(logits_BKV, noise)
+        return sampler.scores(logits_BKV, noise, ids_V=ids_V)  # penalties do not count the draft's own tokens: only acceptance could tell
 
     def _target_ids(self, draft_ids: Tensor) -> Tensor:
         ids_V = self._draft_ids()

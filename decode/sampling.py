@@ -10,13 +10,15 @@ Dims: B batch, N nodes, P positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import UserError
+from .tree import DraftTree
 
 _MASK32 = 0xFFFFFFFF
 # Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -27,12 +29,21 @@ _ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off."""
+    """How one sequence is sampled. temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 are off.
+
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied (1909.05858, as transformers does).
+    presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, once, or once for each occurrence (OpenAI's API).
+    logit_bias: {token: what is added to its logit}. All of these come before the temperature, and hold for greedy decoding too.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,6 +52,10 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "an integer >= 0 (0 = off)"),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "a number in [0, 1)"),
+            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number > 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("logit_bias", all(token >= 0 and not math.isnan(bias) for token, bias in self.logit_bias.items()), "token ids >= 0 and numbers"),
             ("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)"),
         ):
             if not good:
@@ -100,6 +115,47 @@ class Sampler:
         self._any_top_k = any(p.top_k for p in params)
         self._any_top_p = any(p.top_p < 1 for p in params)
         self._any_min_p = any(p.min_p > 0 for p in params)
+        self.any_penalty = any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 or p.logit_bias for p in params)
+        self._prompt_BV = self._counts_BV = self._bias_BV = torch.empty(0)
+
+    def begin(self, ids_BT: Tensor, length_B: Tensor, vocab_size: int) -> None:
+        """A new request: penalties count the tokens of these right-padded prompts, and from now on those given to `emitted`."""
+        if not self.any_penalty:
+            return
+        real_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < length_B.unsqueeze(1)
+        zero_BV = torch.zeros(len(self.params), vocab_size, device=self.device)
+        self._prompt_BV = zero_BV.scatter_add(1, ids_BT, real_BT.float())
+        self._counts_BV, self._bias_BV = zero_BV, zero_BV.clone()
+        for row, params in enumerate(self.params):
+            for token, bias in params.logit_bias.items():
+                if token >= vocab_size:
+                    raise UserError(f"logit_bias: wanted token ids below the vocabulary's size {vocab_size}, got {token}")
+                self._bias_BV[row, token] = bias
+
+    def emitted(self, tokens_BP: Tensor, count_B: Tensor) -> None:
+        """Each row emitted the first `count` of these tokens."""
+        if self.any_penalty:
+            real_BP = torch.arange(tokens_BP.shape[1], device=tokens_BP.device) < count_B.unsqueeze(1)
+            self._counts_BV = self._counts_BV.scatter_add(1, tokens_BP, real_BP.float())
+
+    def _column(self, name: str) -> Tensor:
+        return torch.tensor([getattr(p, name) for p in self.params], dtype=torch.float32, device=self.device).view(-1, 1, 1)
+
+    def _penalise(self, logits_BNV: Tensor, tree: DraftTree | None, ids_V: Tensor | None) -> Tensor:
+        """Apply penalties and bias. tree: the nodes that logits follow, whose paths count as emitted; None: what was emitted is all there is."""
+        counts_BNV, prompt_BNV, bias_BNV = (table.unsqueeze(1) for table in (self._counts_BV, self._prompt_BV, self._bias_BV))
+        if tree is not None and tree.num_nodes > 1:  # the root has been emitted
+            token_BNV = functional.one_hot(tree.tokens_BN[:, 1:], counts_BNV.shape[-1]).float()
+            counts_BNV = counts_BNV + tree.ancestors_BNN[:, :, 1:].float() @ token_BNV
+        if ids_V is not None:
+            counts_BNV, prompt_BNV, bias_BNV = (table.index_select(-1, ids_V) for table in (counts_BNV, prompt_BNV, bias_BNV))
+        size = logits_BNV.shape[-1]
+        counts_BNV, prompt_BNV, bias_BNV = counts_BNV[..., :size], prompt_BNV[..., :size], bias_BNV[..., :size]
+        repetition = self._column("repetition_penalty")
+        repeated = torch.where(logits_BNV > 0, logits_BNV / repetition, logits_BNV * repetition)
+        logits_BNV = torch.where((counts_BNV > 0) | (prompt_BNV > 0), repeated, logits_BNV)
+        logits_BNV = logits_BNV - self._column("presence_penalty") * (counts_BNV > 0) - self._column("frequency_penalty") * counts_BNV
+        return logits_BNV + bias_BNV
 
     def noise(self, first_B: Tensor, count: int, vocab_size: int) -> Tensor | None:
         """[B, count, V] noise for absolute positions first .. first + count - 1 of each row (zero for greedy rows); None if all rows are greedy."""
@@ -137,9 +193,12 @@ class Sampler:
         drop = probability.cumsum(-1) - probability >= self.top_p_B.view(-1, 1, 1)
         return logits_BNV.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
-    def scores(self, logits_BNV: Tensor, noise_BNV: Tensor | None) -> Tensor:
-        """[B, N, V] float32 scores whose argmax over V is the sampled token: warped logits plus noise."""
-        warped_BNV = self.warp(logits_BNV)
+    def scores(self, logits_BNV: Tensor, noise_BNV: Tensor | None, tree: DraftTree | None = None, ids_V: Tensor | None = None) -> Tensor:
+        """[B, N, V] float32 scores whose argmax over V is the sampled token: penalised and warped logits plus noise.
+
+        tree: the nodes that the logits follow (None: they follow what was emitted). ids_V: the token of each column, if not 0, 1, 2 ...
+        """
+        warped_BNV = self.warp(self._penalise(logits_BNV.float(), tree, ids_V) if self.any_penalty else logits_BNV)
         return warped_BNV if noise_BNV is None else warped_BNV + noise_BNV
 
 

@@ -13,6 +13,7 @@ from draftsmith.decode.proposer import Accepted
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.decode.tree import DraftTree
+from draftsmith.recipes.schema import TargetRef
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -151,6 +152,70 @@ def test_eos_and_limit_cut_inside_an_accepted_block() -> None:
         assert out.tokens[0] == plain[0][:stop]
 
 
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    target = tiny("llama")
+    ours = Engine(target).generate(PROMPTS, SamplingParams(repetition_penalty=1.7), 24, eos_ids=[1]).tokens
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0, "repetition_penalty": 1.7}
+        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **settings)
+        assert tokens == theirs[0, len(prompt) :].tolist()
+    assert ours != Engine(target).generate(PROMPTS, SamplingParams(), 24, eos_ids=[1]).tokens
+
+
+def test_presence_and_frequency_penalty_and_bias_are_the_formula() -> None:
+    target = tiny("llama")
+    bias = {5: 1.5, 7: float("-inf"), 30: 2.0}
+    params = SamplingParams(presence_penalty=0.7, frequency_penalty=0.9, logit_bias=bias)
+    for prompt in PROMPTS:
+        out: list[int] = []
+        for _ in range(20):
+            logits = target.model(torch.tensor([[*prompt, *out]])).logits[0, -1].float()
+            for token in set(out):
+                logits[token] -= 0.7 + 0.9 * out.count(token)
+            for token, value in bias.items():
+                logits[token] += value
+            out.append(int(logits.argmax()))
+        assert Engine(target).generate([prompt], params, 20).tokens[0] == out
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_is_token_identical_under_penalties(temperature: float, chain: bool) -> None:
+    """Each node's penalties count its own path: rows with different penalties, one without, share a batch."""
+    target = tiny("llama")
+    penalties: list[dict[str, Any]] = [{"repetition_penalty": 1.8}, {}, {"presence_penalty": 1.5, "logit_bias": {9: 3.0}}, {"frequency_penalty": 1.2}]
+    params = [SamplingParams(temperature=temperature, seed=i, **p) for i, p in enumerate(penalties)]
+    plain = [Engine(target).generate([p], s, 40).tokens[0] for p, s in zip(PROMPTS, params, strict=True)]
+    out = Engine(target, Guesser(plain, 7, chain)).generate(PROMPTS, params, 40)
+    assert out.tokens == plain
+    assert sum(r.accepted for rounds in out.rounds for r in rounds) > 20
+
+
+def test_rows_may_do_without_speculation() -> None:
+    target = tiny("llama")
+    plain = Engine(target).generate(PROMPTS, SamplingParams(), 24).tokens
+    wanted = [True, False, True, False]
+    for chain in (True, False):
+        out = Engine(target, Guesser(plain, 6, chain)).generate(PROMPTS, SamplingParams(), 24, speculate=wanted)
+        assert out.tokens == plain and set(out.finish) == {"length"}
+        assert [any(r.accepted for r in rounds) for rounds in out.rounds] == wanted
+
+
+def test_a_stop_string_ends_a_row_where_it_is_complete() -> None:
+    """Also where one token holds the end of the string and more, and where the string was in the text before."""
+    target = Target.load(TargetRef().location)
+    assert target.tokenizer is not None
+    prompts = [target.tokenizer("def main(")["input_ids"], target.tokenizer("import os\nclass A")["input_ids"]]
+    plain = Engine(target).generate(prompts, SamplingParams(), 60).tokens
+    texts = [target.tokenizer.decode(tokens) for tokens in plain]
+    for stop in (texts[0][10:14], texts[1][3:5], texts[0][-9:-4], "no such text"):
+        out = Engine(target, Guesser(plain, 6, True)).generate(prompts, SamplingParams(), 60, stop_strings=[stop])
+        for tokens, whole, why in zip(out.tokens, plain, out.finish, strict=True):
+            ends = [n for n in range(1, 61) if stop in target.tokenizer.decode(whole[:n])]
+            assert tokens == whole[: ends[0] if ends else 60] and why == ("stop" if ends else "length")
+
+
 def test_taps_are_hugging_face_hidden_states() -> None:
     target = tiny("qwen3")
     target.set_taps([0, 1, 3])
@@ -179,6 +244,10 @@ def test_bad_input_is_refused() -> None:
         Engine(target).generate([PROMPTS[0]], SamplingParams(), 200)
     with pytest.raises(UserError, match="at least one token"):
         Engine(target).generate([[]], SamplingParams(), 2)
+    with pytest.raises(UserError, match="below the vocabulary's size 97, got 400"):
+        Engine(target).generate([PROMPTS[0]], SamplingParams(logit_bias={400: 1.0}), 2)
+    with pytest.raises(UserError, match="wanted a target with a tokenizer"):
+        Engine(target).generate([PROMPTS[0]], SamplingParams(), 2, stop_strings=["x"])
     with pytest.raises(UserError, match="temperature: wanted a finite number >= 0, got -1"):
         SamplingParams(temperature=-1)
     with pytest.raises(UserError, match=r"wanted ascending layer indices in 0 \.\. 4, got \[3, 9\]"):
