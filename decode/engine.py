@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from .. import UserError
+from .draw import PhiloxChance
 from .proposer import Accepted, Proposer
 from .sampling import NoiseWindow, Sampler, SamplingParams
 from .target import Target
 from .tree import DraftTree
-from .verify import walk
+from .verify import Verdict, rule_for, verify, walk
 
 Finish = Literal["", "eos", "stop", "length"]  # why a row ended; empty: it has not
 
@@ -60,10 +62,17 @@ class Generation:
 
 
 class Engine:
-    """Decodes with a target and, if given, a proposer."""
+    """Decodes with a target and, if given, a proposer, whose drafts the verification rule `rule` (one of `verify.RULES`) judges.
 
-    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
-        self.target, self.proposer = target, proposer
+    shared_noise, the default, is token-identical to plain decoding at any temperature. The others draw on their own: lossless in distribution, as
+    their class says, and reproducible by seed, but another sample than plain decoding's. Raises UserError for a rule that the proposer's trees
+    are not valid for.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer | None = None, *, rule: str = "shared_noise") -> None:
+        self.target, self.proposer, self.rule = target, proposer, rule
+        kind = getattr(proposer, "kind", "deterministic")
+        rule_for(rule, "chain" if kind != "deterministic" and getattr(proposer, "topk", 0) == 1 else kind)
 
     @torch.no_grad()
     def generate(
@@ -125,17 +134,14 @@ class Engine:
         while not all(out.finish):
             mark = clock.now()
             noise_BDV = window.at([n + 1 for n in lengths], depth + 1)
-            tree = proposer.propose(root_B, sampler, noise_BDV) if proposer else DraftTree.root_only(root_B)
+            tree = proposer.propose(root_B, sampler, noise_BDV if self._shared else None) if proposer else DraftTree.root_only(root_B)
             if plain_B1 is not None:
                 tree.valid_BN = (~plain_B1 if tree.valid_BN is None else tree.valid_BN & ~plain_B1).expand(batch, tree.num_nodes)
             drafted = clock.now()
             step = target.verify(tree, length_B, max(lengths), uniform=min(lengths) == max(lengths))
             logits_BNV = target.logits(step.hidden_BNH)
             verified = clock.now()
-            noise_BNV = noise_BDV
-            if noise_BDV is not None and not tree.is_chain:
-                noise_BNV = noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, target.vocab_size))
-            verdict = walk(tree, sampler.scores(logits_BNV, noise_BNV, tree).argmax(-1))
+            verdict = self._judge(tree, logits_BNV, sampler, noise_BDV, length_B)
             live_B = torch.tensor([not why for why in out.finish], device=device)
             target.commit(tree, verdict.path_BP, length_B)
             path_BP, count_B = verdict.path_BP, (verdict.accepted_B + 1) * live_B
@@ -167,11 +173,28 @@ class Engine:
         times.total = clock.now() - began
         return out
 
+    @property
+    def _shared(self) -> bool:
+        return self.rule == "shared_noise"
+
+    def _judge(self, tree: DraftTree, logits_BNV: Tensor, sampler: Sampler, noise_BDV: Tensor | None, length_B: Tensor) -> Verdict:
+        """Apply the rule. Without a proposer there is nothing to judge: the plain sampler chooses, whatever the rule."""
+        if self._shared or self.proposer is None:
+            noise_BNV = noise_BDV
+            if noise_BDV is not None and not tree.is_chain:
+                noise_BNV = noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, noise_BDV.shape[-1]))
+            # The argmax of the very scores that plain decoding takes it of: probabilities would merge near-ties.
+            return walk(tree, sampler.scores(logits_BNV, noise_BNV, tree).argmax(-1))
+        chance = PhiloxChance(sampler.seed_B, length_B, sampler.random_B)
+        return verify(self.rule, tree, sampler.probabilities(logits_BNV, tree), chance)
+
     def _check(self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_new_tokens: int) -> None:
         if not prompts or min(len(p) for p in prompts) < 1:
             raise UserError("prompts: wanted at least one token in every prompt, got an empty one; the chat template renders prompts")
         if len(settings) != len(prompts):
             raise UserError(f"sampling params: wanted one, or one for each of {len(prompts)} prompts, got {len(settings)}")
+        if self.rule == "greedy" and any(s.temperature > 0 for s in settings):
+            raise UserError("temperature: wanted 0 with the verification rule greedy, got one above it; choose another rule")
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: wanted at least 1, got {max_new_tokens}")
         need, limit = max(len(p) for p in prompts) + max_new_tokens, self.target.max_positions

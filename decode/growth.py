@@ -11,24 +11,34 @@ Dims: B batch, K nodes a level, D depth, C candidates, H hidden, V draft vocabul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import UserError
+from .draw import iid_children, without_replacement_children
 from .proposer import Accepted
 from .sampling import Sampler
 from .tree import DraftTree
+
+Kind = Literal["deterministic", "iid", "without_replacement"]
 
 
 class Grower(ABC):
     """A proposer of chains (topk 1) or dynamic trees: each level's `topk` best nodes are expanded, and of all candidates the best `nodes` are kept.
 
+    kind "iid" or "without_replacement" draws instead of choosing the best: `topk` children of the root, one child of every other node, so that the
+    tree is `topk` chains side by side (2305.09781's token tree), for the verification rules that ask for a sampled draft.
+
     A subclass keeps the cache, and sets in `observe`: `_hidden_BH`, from which the root's children are predicted, `_length_B`, its committed
     entries, and `_longest`, their greatest number on the host.
     """
 
-    def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int) -> None:
+    def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
+        if kind != "deterministic":
+            nodes = depth * topk
+        self.kind = kind
         candidates = topk + (depth - 1) * topk * topk
         if not depth <= nodes <= candidates:
             raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
@@ -55,6 +65,10 @@ class Grower(ABC):
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         """[B, K, V] over the draft vocabulary."""
 
+    @abstractmethod
+    def _target_vocab(self) -> int:
+        """Size of the target's vocabulary."""
+
     def _draft_ids(self) -> Tensor | None:
         """[V] target id of each draft id; None if they are the first V of the target's."""
         return None
@@ -73,7 +87,53 @@ class Grower(ABC):
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         """Grow the tree below the root."""
+        if self.kind != "deterministic":
+            return self._sampled(root_B, sampler)
         return self._chain(root_B, sampler, noise_BDV) if self.topk == 1 else self._tree(root_B, sampler, noise_BDV)
+
+    def _draw(self, hidden_BKH: Tensor, sampler: Sampler, branching: int, first_node: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [B, K, branching], whether they exist, q over the target's vocabulary [B, K, V]) of the nodes from `first_node` on."""
+        logits_BKV = self._logits(hidden_BKH)
+        ids_V = self._draft_ids()
+        q = sampler.probabilities(logits_BKV, ids_V=ids_V)
+        vocab = max(self._target_vocab(), q.shape[-1])
+        ids_V = torch.arange(q.shape[-1], device=q.device) if ids_V is None else ids_V
+        q_BKV = q.new_zeros(*q.shape[:2], vocab).index_copy(2, ids_V, q)
+        where = (branching, sampler.seed_B, self._length_B, first_node)
+        if self.kind == "iid":
+            tokens = iid_children(q_BKV, *where)
+            return tokens, torch.ones_like(tokens, dtype=torch.bool), q_BKV
+        return *without_replacement_children(q_BKV, *where), q_BKV
+
+    def _sampled(self, root_B: Tensor, sampler: Sampler) -> DraftTree:
+        batch, k, device = root_B.shape[0], self.topk, root_B.device
+        lane_K = torch.arange(k, device=device)
+        tokens, exists, q_BKV = self._draw(self._hidden_BH.unsqueeze(1), sampler, k, 0)
+        tokens_BK, exists_BK = tokens.squeeze(1), exists.squeeze(1)
+        all_tokens, all_exists, all_q = [root_B.unsqueeze(1), tokens_BK], [torch.ones_like(exists_BK[:, :1]), exists_BK], [q_BKV]
+        hidden_BKH, first_BK = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._length_B.unsqueeze(1)
+        slot_L = torch.arange(self._longest + self.max_depth * k, device=device)
+        key_BL = torch.where(slot_L < first_BK, slot_L, first_BK + (slot_L - first_BK) // k)
+        allowed_BKL = (slot_L < first_BK).unsqueeze(1).expand(-1, k, -1)
+        for level in range(1, self.max_depth):
+            slots_BK = first_BK + (level - 1) * k + lane_K
+            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
+            position_BK = (first_BK + level - 1).expand(-1, k)
+            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL)
+            tokens, exists, q_BKV = self._draw(hidden_BKH, sampler, 1, 1 + (level - 1) * k)
+            tokens_BK, exists_BK = tokens.squeeze(-1), exists_BK & exists.squeeze(-1)
+            all_tokens.append(tokens_BK)
+            all_exists.append(exists_BK)
+            all_q.append(q_BKV)
+        q_BNV = torch.cat([*all_q, torch.zeros_like(q_BKV[:, :1]).expand(-1, k, -1)], dim=1)  # the last level has no children
+        tokens_BN, valid_BN = torch.cat(all_tokens, dim=1), torch.cat(all_exists, dim=1)
+        if k == 1:
+            tree = DraftTree.chain(tokens_BN, valid_BN)
+        else:
+            parents_N = torch.cat([torch.zeros(k + 1, dtype=torch.int64, device=device), torch.arange(1, self.num_nodes - k, device=device)])
+            tree = DraftTree.from_parents(tokens_BN, parents_N.expand(batch, -1).contiguous(), self.max_depth, valid_BN)
+        tree.q_BNV, tree.kind = q_BNV, self.kind
+        return tree
 
     def _chain(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         tokens = [root_B.unsqueeze(1)]

@@ -201,6 +201,12 @@ class Sampler:
         warped_BNV = self.warp(self._penalise(logits_BNV.float(), tree, ids_V) if self.any_penalty else logits_BNV)
         return warped_BNV if noise_BNV is None else warped_BNV + noise_BNV
 
+    def probabilities(self, logits_BNV: Tensor, tree: DraftTree | None = None, ids_V: Tensor | None = None) -> Tensor:
+        """[B, N, V] float32 distributions after penalties and warping; those of greedy rows are the one-hot of their argmax."""
+        scores_BNV = self.scores(logits_BNV, None, tree, ids_V)
+        greedy_BNV = functional.one_hot(scores_BNV.argmax(-1), scores_BNV.shape[-1]).float()
+        return torch.where(self.random_B.view(-1, 1, 1), scores_BNV.softmax(-1), greedy_BNV) if self.any_random else greedy_BNV
+
 
 class NoiseWindow:
     """A sampler's noise, made for many positions at once: the generator is a hundred small operations, which cost one position as much as thirty.

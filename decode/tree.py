@@ -19,6 +19,9 @@ class DraftTree:
 
     `valid_BN` marks nodes that really exist (None: all); ragged batches pad with invalid nodes, which verification never accepts.
     `max_depth` bounds the depth on the host, so that nothing has to be read back from the device.
+    `kind` says how siblings were found: "deterministic" (top-k, retrieved, pruned, merged), or sampled, "iid" or "without_replacement". In a sampled
+    tree `q_BNV` is the distribution, over the target's full vocabulary, that each node's first child was really drawn from, and siblings' index
+    order is their draw order.
     """
 
     tokens_BN: Tensor
@@ -28,6 +31,8 @@ class DraftTree:
     max_depth: int
     is_chain: bool = False
     valid_BN: Tensor | None = field(default=None)
+    q_BNV: Tensor | None = field(default=None)
+    kind: str = "deterministic"
 
     @property
     def num_nodes(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import UserError
-from ..decode.growth import Grower
+from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
 
@@ -264,16 +264,16 @@ class Eagle3(nn.Module):
         """`training_outputs`, where wrappers for several processes expect it."""
         return self.training_outputs(taps_BTF, ids_BT, position_BT, document_BT, steps)
 
-    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Eagle3Proposer:
-        """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes."""
-        return Eagle3Proposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes)
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> Eagle3Proposer:
+        """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes. kind: see `Grower`."""
+        return Eagle3Proposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
 
 
 class Eagle3Proposer(Grower):
     """Grows chains and dynamic trees with the head. Its cache holds committed (feature, next token) pairs."""
 
-    def __init__(self, head: Eagle3, *, depth: int, topk: int, nodes: int) -> None:
-        super().__init__(taps=head.config.taps, depth=depth, topk=topk, nodes=nodes)
+    def __init__(self, head: Eagle3, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
+        super().__init__(taps=head.config.taps, depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.head = head
         self._keys = self._values = torch.empty(0)
 
@@ -322,6 +322,9 @@ class Eagle3Proposer(Grower):
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         return self.head.logits(hidden_BKH)
+
+    def _target_vocab(self) -> int:
+        return self.head.config.target_vocab_size
 
     def _draft_ids(self) -> Tensor:
         return self.head.draft_ids

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import UserError
-from ..decode.growth import Grower
+from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
 
@@ -24,22 +24,23 @@ class Standalone:
     method = "draft_model"
 
     def __init__(self, draft: Target) -> None:
-        self.draft, self.vocab_size = draft, draft.vocab_size
+        self.draft = draft
+        self.vocab_size = self.target_vocab_size = draft.vocab_size  # tokens that are drafted, and the target's
 
     def bind(self, target: Target) -> Standalone:
         """Check that the draft's tokens are the target's. Returns self. Raises UserError if they are not."""
         check_tokenizers(self.draft, target)
-        self.vocab_size = min(self.draft.vocab_size, target.vocab_size)
+        self.vocab_size, self.target_vocab_size = min(self.draft.vocab_size, target.vocab_size), target.vocab_size
         return self
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The draft's parameters."""
         yield from self.draft.model.parameters()
 
-    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> StandaloneProposer:
-        """A proposer of chains, or of dynamic trees with `nodes` draft nodes."""
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> StandaloneProposer:
+        """A proposer of chains, or of dynamic trees with `nodes` draft nodes. kind: see `Grower`."""
         chain = tree == "chain"
-        return StandaloneProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes)
+        return StandaloneProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind)
 
 
 def check_tokenizers(draft: Target, target: Target) -> None:
@@ -58,9 +59,9 @@ def check_tokenizers(draft: Target, target: Target) -> None:
 class StandaloneProposer(Grower):
     """Grows chains and dynamic trees with a draft model. Its cache holds every token up to and including the root."""
 
-    def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int) -> None:
-        super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes)
-        self.draft, self._vocab_size = model.draft, model.vocab_size
+    def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
+        super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes, kind=kind)
+        self.draft, self._vocab_size, self._target_vocab_size = model.draft, model.vocab_size, model.target_vocab_size
 
     def reset(self, batch: int, capacity: int) -> None:
         """Make room for the tokens and one tree. Raises UserError if the draft has fewer positions than the text."""
@@ -93,3 +94,6 @@ class StandaloneProposer(Grower):
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         return self.draft.logits(hidden_BKH)[..., : self._vocab_size]
+
+    def _target_vocab(self) -> int:
+        return self._target_vocab_size
