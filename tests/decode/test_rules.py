@@ -22,7 +22,7 @@ CRITICAL = 214.0
 def tiny(seed: int) -> Target:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=1, head_dim=8, max_position_embeddings=32))  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=1, head_dim=8, max_position_embeddings=32))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -96,7 +96,7 @@ def test_sampled_drafts_at_temperature_0_are_greedy() -> None:
     target, draft = tiny(0), tiny(1)
     plain = Engine(target).generate([PROMPT], SamplingParams(), 12).tokens
     for rule, kind, topk in CASES:
-        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)  # type: ignore[arg-type]
+        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)
         assert Engine(target, proposer, rule=rule).generate([PROMPT], SamplingParams(), 12).tokens == plain, rule
 
 
