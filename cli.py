@@ -19,6 +19,10 @@ app = typer.Typer(
 recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with draftsmith.")
 app.add_typer(recipes_app, name="recipes")
 console = Console()
+DRAFTER_HELP = (
+    "a drafter's folder, such as runs/quickstart/drafter; a causal LM (folder or hub name) with the target's tokenizer; "
+    "prompt_lookup, suffix_automaton, lookahead or token_recycling"
+)
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
 
@@ -42,7 +46,7 @@ def quickstart(overrides: Overrides = None) -> None:
 
 @app.command("eval")
 def eval_command(
-    drafter: Annotated[Path, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],
+    drafter: Annotated[str, typer.Argument(help=DRAFTER_HELP)],
     out: Annotated[Path, typer.Option(help="folder for report.json, report.md and report.html")],
     target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
     suite: Annotated[str, typer.Option(help='"stdlib", or a .jsonl of prompts')] = "stdlib",
@@ -67,7 +71,7 @@ def eval_command(
     from .eval.harness import Settings, build_report, choose_threads, evaluate
     from .eval.report import terminal_table, write_report
     from .eval.suites import load_suite
-    from .heads.registry import load_drafter
+    from .heads.registry import open_drafter
     from .recipes.schema import TargetRef
 
     temperatures = [0.0, 1.0] if temperature is None else temperature
@@ -81,7 +85,7 @@ def eval_command(
         raise UserError(f"--tree: wanted chain or dynamic, got {tree}")
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
-    head, contract = load_drafter(drafter, loaded)
+    head, contract = open_drafter(drafter, loaded)
     settings = Settings(
         temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
     )
@@ -92,7 +96,14 @@ def eval_command(
         rows, samples = evaluate(
             loaded, proposer, prompts, settings, lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts")
         )
-    description = {"method": head.method, "tree": tree, "depth": depth, "nodes": proposer.num_nodes - 1, "contract": contract}
+    description = {
+        "method": head.method,
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "tree": tree,
+        "depth": depth,
+        "nodes": proposer.num_nodes - 1,
+        "contract": contract,
+    }
     report = build_report(loaded, description, prompts, settings, rows, samples, None, used)
     files = write_report(report, out)
     console.print(terminal_table(report))
@@ -102,7 +113,7 @@ def eval_command(
 
 @app.command()
 def generate(
-    drafter: Annotated[Path, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],
+    drafter: Annotated[str, typer.Argument(help=DRAFTER_HELP)],
     prompt: Annotated[str, typer.Option(help="what to continue")],
     target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
     max_new_tokens: int = 128,
@@ -115,12 +126,12 @@ def generate(
     from .decode.prompts import eos_ids, render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
-    from .heads.registry import load_drafter
+    from .heads.registry import open_drafter
     from .recipes.schema import TargetRef
 
     params = SamplingParams(temperature=temperature, seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
-    head, _ = load_drafter(drafter, loaded)
+    head, _ = open_drafter(drafter, loaded)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
 

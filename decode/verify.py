@@ -43,7 +43,7 @@ class Chance(Protocol):
     """
 
     def accept(self, probability: Tensor, site: int) -> Tensor:
-        """Bernoulli draws: bool, of the shape of `probability` [B, ...]."""
+        """Bernoulli draws: bool, of the shape of `probability` [B, ...]; 0 never comes true, 1 always."""
 
     def choose(self, p_BV: Tensor, site: int) -> Tensor:
         """[B] one token a row, drawn from p."""
@@ -197,7 +197,7 @@ def block(tree: DraftTree, p_BNV: Tensor, chance: Chance) -> Verdict:
     index_N, length_B1 = _index(tree), live_BN.sum(1, keepdim=True) - 1
     excess_BN = (weight_BN.unsqueeze(-1) * p_BNV - q_BNV).clamp(min=0).sum(-1)
     h_BN = torch.where(index_N == length_B1, weight_BN, _odds(excess_BN, weight_BN))
-    passed_BD = chance.accept(h_BN[:, 1:].where(live_BN[:, 1:], 0), 0) & live_BN[:, 1:]
+    passed_BD = chance.accept(h_BN[:, 1:].where(live_BN[:, 1:], 0), 0)
     passed_BN = torch.cat([torch.ones_like(live_BN[:, :1]), passed_BD], 1)
     at_B = torch.where(passed_BN, index_N, 0).amax(1)
     rows_B = _rows(tree)
@@ -246,7 +246,7 @@ def _traverse(tree: DraftTree, p_BNV: Tensor, chance: Chance, remove: bool) -> V
         weight_BN[rows_B, parent_B] = torch.where(live_B, _odds(excess_BV.sum(-1), weight_B), weight_B)
         if remove:
             q_BNV[rows_B, parent_B] = torch.where(live_B1, _remove(q_BV, token_B1), q_BV)
-    passed_BN = torch.cat([torch.ones_like(live_BN[:, :1]), chance.accept(weight_BN[:, 1:], 0) & live_BN[:, 1:]], 1)
+    passed_BN = torch.cat([torch.ones_like(live_BN[:, :1]), chance.accept(weight_BN[:, 1:], 0)], 1)
     at_B = torch.where(passed_BN, postorder(tree), tree.num_nodes).argmin(-1)
     return _emit(tree, at_B, p_BNV[rows_B, at_B], chance)
 

@@ -6,19 +6,89 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from .. import UserError
+from ..decode.free.lookahead import Lookahead
+from ..decode.free.lookup import PromptLookup
+from ..decode.free.recycling import TokenRecycling
+from ..decode.free.suffix import SuffixAutomaton
+from ..decode.proposer import Proposer
 from ..decode.target import Target
 from .eagle3 import Eagle3, Eagle3Config
+from .standalone import Standalone
 
 METHODS = {"eagle3": (Eagle3, Eagle3Config)}
 FILES = ("config.json", "model.safetensors", "contract.json")
+
+
+class Drafter(Protocol):
+    """Whatever can draft for a target: a head, a draft model, or one of the methods that need no training."""
+
+    @property
+    def method(self) -> str:
+        """Its name in reports."""
+
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Proposer:
+        """A proposer of chains ("chain") or trees ("dynamic")."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Its parameters; none if it needs no training."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """A method that needs no training: its proposer is all there is."""
+
+    method: str
+    make: Callable[[str, int, int, int], Proposer]
+
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Proposer:
+        """A proposer; methods that know only chains, or only trees, give those."""
+        return self.make(tree, depth, topk, nodes)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """None."""
+        return ()
+
+
+FREE: dict[str, Callable[[str, int, int, int], Proposer]] = {
+    "prompt_lookup": lambda tree, depth, topk, nodes: (
+        PromptLookup(depth) if tree == "chain" else PromptLookup(depth, matches=topk, nodes=min(nodes, depth * topk))
+    ),
+    "suffix_automaton": lambda tree, depth, topk, nodes: SuffixAutomaton(depth, None if tree == "chain" else nodes),
+    "lookahead": lambda tree, depth, topk, nodes: Lookahead(depth + 1, topk, nodes=min(nodes, depth * topk)),
+    "token_recycling": lambda tree, depth, topk, nodes: TokenRecycling.sized(depth=depth, nodes=nodes, topk=topk),
+}
+
+
+def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """(drafter, contract) of a drafter's folder, of a causal LM (folder or hub name) that is to be the draft model, or of a method of `FREE`.
+
+    Raises UserError for what is none of these, or does not belong to the target.
+    """
+    if str(name) in FREE:
+        return Free(str(name), FREE[str(name)]), {}
+    folder = Path(name)
+    if (folder / "contract.json").is_file():
+        return load_drafter(folder, target)
+    if folder.is_dir() and (folder / "config.json").is_file() and "model_type" in json.loads((folder / "config.json").read_text()):
+        pass
+    elif folder.exists() or str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
+        raise UserError(
+            f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, or one of {', '.join(FREE)}; "
+            "give a run's drafter/ folder"
+        )
+    draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+    return Standalone(draft).bind(target), {"draft_model": {"name": str(name), "fingerprint": draft.fingerprint()}}
 
 
 def save_drafter(drafter: Eagle3, folder: Path, contract: dict[str, Any]) -> None:

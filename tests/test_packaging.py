@@ -31,7 +31,7 @@ BELOW: dict[str, set[str]] = {
     "recipes": set(),
 }
 # Rooms that must stay light or general, and what they may import besides the standard library.
-LIBRARIES: dict[str, set[str]] = {"recipes": {"yaml"}, "decode": {"torch", "transformers"}}
+LIBRARIES: dict[str, set[str]] = {"recipes": {"yaml"}, "decode": {"torch", "transformers", "numpy"}}
 # Not on every machine that runs draftsmith: to be imported where it is needed, never when a module is loaded.
 OPTIONAL = {"datasets", "deepspeed", "openai", "peft", "pydantic", "tensorboard", "vllm", "wandb"}
 

@@ -96,7 +96,7 @@ def test_sampled_drafts_at_temperature_0_are_greedy() -> None:
     target, draft = tiny(0), tiny(1)
     plain = Engine(target).generate([PROMPT], SamplingParams(), 12).tokens
     for rule, kind, topk in CASES:
-        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)
+        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)  # type: ignore[arg-type]
         assert Engine(target, proposer, rule=rule).generate([PROMPT], SamplingParams(), 12).tokens == plain, rule
 
 
