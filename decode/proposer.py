@@ -40,4 +40,7 @@ class Proposer(Protocol):
         """Take in what was accepted. Called after the prefill and after every round."""
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        """A tree whose node 0 is root_B. noise_BDV[:, d] is the noise of the token that follows a node of depth d (None: greedy)."""
+        """A tree of at most `num_nodes` nodes, whose node 0 is root_B.
+
+        noise_BDV[:, d] is the noise of the token that follows a node of depth d (None: greedy).
+        """

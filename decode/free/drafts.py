@@ -105,8 +105,12 @@ class Trie:
 
 
 def pack_chains(root_B: Tensor, drafts: Sequence[Sequence[int]], depth: int) -> DraftTree:
-    """Chains of `depth` draft nodes below the roots; a row with a shorter draft is filled with invalid nodes."""
+    """Chains below the roots, at most `depth` draft nodes; as deep as the longest draft, so that a round without drafts verifies the roots alone.
+
+    A row with a shorter draft is filled with invalid nodes.
+    """
     lengths = [min(len(draft), depth) for draft in drafts]
+    depth = max(lengths, default=0)
     rows = [[length, *draft[:length], *[0] * (depth - length)] for length, draft in zip(lengths, drafts, strict=True)]
     packed = torch.tensor(rows, dtype=torch.int64).to(root_B.device)
     valid_BN = torch.arange(depth + 1, device=root_B.device) <= packed[:, :1]
@@ -114,7 +118,8 @@ def pack_chains(root_B: Tensor, drafts: Sequence[Sequence[int]], depth: int) -> 
 
 
 def pack_trees(root_B: Tensor, drafts: Sequence[Draft], nodes: int, max_depth: int) -> DraftTree:
-    """Trees of `nodes` draft nodes below the roots; a row with fewer is filled with invalid nodes."""
+    """Trees below the roots, at most `nodes` draft nodes; as large as the largest draft. A row with fewer nodes is filled with invalid ones."""
+    nodes = min(nodes, max((len(draft) for draft in drafts), default=0))
     rows = [[(0, 0, 1), *((token, parent, 1) for token, parent in draft), *[(0, 0, 0)] * (nodes - len(draft))] for draft in drafts]
     tokens_BN, parents_BN, valid_BN = torch.tensor(rows, dtype=torch.int64).to(root_B.device).unbind(-1)
     tokens_BN = torch.cat([root_B.unsqueeze(1), tokens_BN[:, 1:]], dim=1)

@@ -122,7 +122,7 @@ class Relay:
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         self.tree = self.inner.propose(root_B, sampler, noise_BDV)
         self.tree.check_integrity()
-        assert (self.tree.num_nodes, self.tree.max_depth) == (self.num_nodes, self.max_depth)
+        assert self.tree.num_nodes <= self.num_nodes and self.tree.max_depth <= self.max_depth
         assert torch.equal(self.tree.tokens_BN[:, 0], root_B)
         return self.tree
 
@@ -229,7 +229,7 @@ def drafts(proposer: Proposer, rows: Sequence[Sequence[int]]) -> list[list[tuple
     """The paths proposed for each row, root left out, in node order."""
     tree = proposer.propose(torch.tensor([row[-1] for row in rows]), GREEDY, None)
     tree.check_integrity()
-    assert tree.num_nodes == proposer.num_nodes and tree.valid_BN is not None
+    assert tree.num_nodes <= proposer.num_nodes and tree.valid_BN is not None
     out = []
     for tokens, parents, valid in zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.valid_BN.tolist(), strict=True):
         paths: list[tuple[int, ...]] = [()]
@@ -247,6 +247,8 @@ def test_a_row_without_a_match_proposes_its_root_only(name: str, store: Datastor
     proposer = PROPOSERS[name](store)
     feed(proposer, FRESH)
     assert drafts(proposer, FRESH) == [[], []]
+    if name not in ("recycling",):  # what the host knows to be empty is not verified
+        assert proposer.propose(torch.tensor([6, 22]), GREEDY, None).num_nodes == 1
     rows = [FRESH[0], [8, 9, 8, 9, 8, 9]]
     feed(proposer, rows)
     first, second = drafts(proposer, rows)
@@ -273,7 +275,7 @@ def test_tokens_leave_the_device_once(name: str, store: Datastore, monkeypatch: 
     tree = proposer.propose(torch.tensor([9, 3]), GREEDY, None)
     assert not calls
     if hasattr(proposer, "observe_logits"):
-        proposer.observe_logits(tree.tokens_BN, torch.rand(2, proposer.num_nodes, VOCAB), tree.valid_BN)
+        proposer.observe_logits(tree.tokens_BN, torch.rand(2, tree.num_nodes, VOCAB), tree.valid_BN)
         assert len(calls) == (name != "recycling")
 
 
@@ -570,7 +572,7 @@ def test_lookahead_drafts_ngrams_of_the_text_and_of_rejected_branches() -> None:
     tree = proposer.propose(torch.tensor([1]), GREEDY, None)
     # The target chose 8 after the root: 2 and 3 are rejected, but what it would choose after them is kept: 1 2 -> 6, 2 3 -> 7.
     assert tree.valid_BN is not None
-    proposer.observe_logits(tree.tokens_BN, logits_with([[8], [6], [7], [0], [0]]), tree.valid_BN)
+    proposer.observe_logits(tree.tokens_BN, logits_with([[8], [6], [7]]), tree.valid_BN)
     proposer.observe(observed([[1]], [[8]], [1]))
     assert drafts(proposer, [[8]]) == [[]]
     proposer.observe(observed([[8]], [[2]], [1]))
