@@ -7,10 +7,12 @@ Dims: B batch, M accepted columns, K nodes a level, H hidden, V draft vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from .. import UserError
 from ..decode.growth import Grower, Kind
@@ -41,6 +43,43 @@ class Standalone:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. kind: see `Grower`."""
         chain = tree == "chain"
         return StandaloneProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind)
+
+
+def early_exit(target: Target, layers: Sequence[int]) -> Standalone:
+    """The target drafts for itself with some of its layers only (Draft & Verify, 2309.08168): no training, no memory but the draft's cache.
+
+    layers: 0-based, ascending. The weights are the target's own tensors. Raises UserError if a layer does not exist, or for targets whose layers
+    are of several shapes that the configuration does not list by layer.
+    """
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < target.num_layers:
+        raise UserError(f"early exit: wanted ascending layers in 0 .. {target.num_layers - 1}, got {list(layers)}")
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    config._attn_implementation = target.model.config._attn_implementation
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    draft_layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == len(layers))
+    path = next(name for name, module in model.named_modules() if module is draft_layers)
+    whole = target.model.state_dict()
+    own = {}
+    for name in model.state_dict():
+        own[name] = whole[name if not name.startswith(path + ".") else _renumbered(name, path, layers)]
+    model.load_state_dict(own, assign=True)
+    model.tie_weights()
+    buffers = dict(target.model.named_buffers())
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:  # such as rotary frequencies, which no checkpoint holds
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, buffers[name])
+    return Standalone(Target(model, target.tokenizer, f"{target.name}, layers {', '.join(map(str, layers))}")).bind(target)
+
+
+def _renumbered(name: str, path: str, layers: Sequence[int]) -> str:
+    """The name in the target of a tensor of the draft's layer list."""
+    index, _, rest = name[len(path) + 1 :].partition(".")
+    return f"{path}.{layers[int(index)]}.{rest}"
 
 
 def check_tokenizers(draft: Target, target: Target) -> None:

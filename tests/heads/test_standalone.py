@@ -11,7 +11,7 @@ from draftsmith.decode.engine import Engine, Round
 from draftsmith.decode.proposer import Accepted
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
-from draftsmith.heads.standalone import Standalone
+from draftsmith.heads.standalone import Standalone, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
 SIZES: dict[str, Any] = {
@@ -105,6 +105,23 @@ def test_another_draft_changes_no_token(vocab: int, temperature: float, settings
     assert out.tokens == Engine(target).generate(PROMPTS, params, 24).tokens
     alone = [Engine(target, proposer).generate([p], s, 24).rounds[0] for p, s in zip(PROMPTS, params, strict=True)]
     assert alone == out.rounds
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_the_target_drafts_with_some_of_its_layers(family: str) -> None:
+    target = tiny(family)
+    whole = early_exit(target, [0, 1, 2, 3]).proposer(**CHAIN)
+    params = [SamplingParams(temperature=1.0, seed=i) for i in range(len(PROMPTS))]
+    plain = Engine(target).generate(PROMPTS, params, 16).tokens
+    out = Engine(target, whole).generate(PROMPTS, params, 16)
+    assert out.tokens == plain and all(r == Round(4, 5) for rounds in out.rounds for r in rounds)  # all layers: the target itself
+    part = early_exit(target, [1, 3])
+    assert Engine(target, part.proposer(**CHAIN)).generate(PROMPTS, params, 16).tokens == plain
+    # The layers are the target's second and fourth, not copies.
+    ours, theirs = part.draft.layers.state_dict(keep_vars=True), target.layers.state_dict(keep_vars=True)
+    assert all(ours[f"{i}.mlp.up_proj.weight"].data_ptr() == theirs[f"{layer}.mlp.up_proj.weight"].data_ptr() for i, layer in enumerate((1, 3)))
+    with pytest.raises(UserError, match=r"wanted ascending layers in 0 \.\. 3, got \[2, 4\]"):
+        early_exit(target, [2, 4])
 
 
 def test_bad_drafts_are_refused() -> None:
