@@ -55,11 +55,18 @@ class Grower(ABC):
         """Run the model over what was accepted; set what the class's docstring says."""
 
     @abstractmethod
-    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
+    def _advance(
+        self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
+    ) -> Tensor:
         """Run the model over one level's nodes: hidden states [B, K, H] that predict their children. fed_BKH: those that predicted the nodes.
 
-        allowed_BKL: the slots that each node sees, its own one too; key_BL: each slot's position.
+        allowed_BKL: the slots that each node sees, its own one too; key_BL: each slot's position; start: if the host knows that the slots of all
+        rows are start .. start + K - 1.
         """
+
+    def _start(self, level: int) -> int | None:
+        """The first slot of a level's nodes, if that is the same in all rows for sure."""
+        return self._longest + (level - 1) * self.topk if self._length_B.shape[0] == 1 else None
 
     @abstractmethod
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
@@ -119,7 +126,7 @@ class Grower(ABC):
             slots_BK = first_BK + (level - 1) * k + lane_K
             allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
             position_BK = (first_BK + level - 1).expand(-1, k)
-            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL)
+            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL, self._start(level))
             tokens, exists, q_BKV = self._draw(hidden_BKH, sampler, 1, 1 + (level - 1) * k)
             tokens_BK, exists_BK = tokens.squeeze(-1), exists_BK & exists.squeeze(-1)
             all_tokens.append(tokens_BK)
@@ -144,7 +151,8 @@ class Grower(ABC):
             if level < self.max_depth - 1:
                 slots_BK, seen_L = first_BK + level, slot_L[: self._longest + level + 1]
                 allowed_BKL = (seen_L <= slots_BK).unsqueeze(1)
-                hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, seen_L.expand(root_B.shape[0], -1))
+                key_BL = seen_L.expand(root_B.shape[0], -1)
+                hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, key_BL, self._start(level + 1))
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
     def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +175,7 @@ class Grower(ABC):
             slots_BK = first_BK + (level - 1) * k + torch.arange(k, device=device)
             allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
             position_BK = (first_BK + level - 1).expand(-1, k)
-            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL)
+            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL, self._start(level))
             child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
             flat_tokens = child_tokens.flatten(1)
             flat_values = (values_BK.unsqueeze(-1) + child_values).flatten(1)

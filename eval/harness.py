@@ -27,7 +27,7 @@ from .suites import Suite
 TIE_FACTOR = 4.0  # a tie is a gap below this many times the largest difference seen between the N-token and the 1-token kernels
 TIES_PER_TOKEN = 1e-4  # more than one tie in 10^4 tokens fails the gate
 BUCKETS = (0, 256, 1024, 2048, None)
-RULE = "shared-noise"
+RULE = "shared_noise"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,8 +95,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * functional.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -120,9 +119,13 @@ class Attention(nn.Module):
         query = self.q_proj(x_BMW).view(batch, pairs, self.heads, self.width).transpose(1, 2)
         key = self.k_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
         value = self.v_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
-        angle = (position_BM.float().unsqueeze(-1) * self.inverse_frequency).repeat(1, 1, 2).unsqueeze(1)
-        cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
+        cos, sin = (table.to(query.dtype).unsqueeze(1) for table in self.rotary(position_BM))
         return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [..., width] of positions, in float32."""
+        angle = torch.cat([position.float().unsqueeze(-1) * self.inverse_frequency] * 2, dim=-1)
+        return angle.cos(), angle.sin()
 
     def expand(self, states: Tensor) -> Tensor:
         """Repeat kv heads to match the query heads."""
@@ -270,20 +273,32 @@ class Eagle3(nn.Module):
 
 
 class Eagle3Proposer(Grower):
-    """Grows chains and dynamic trees with the head. Its cache holds committed (feature, next token) pairs."""
+    """Grows chains and dynamic trees with the head. Its cache holds committed (feature, next token) pairs.
+
+    A draft step of a small head is all overhead, so this is the head's arithmetic in fewer operations: projections that read the same input are one,
+    rotations come from a table, and query heads that share keys are rows of one matrix. It copies weights: after training make a new one.
+    """
 
     def __init__(self, head: Eagle3, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         super().__init__(taps=head.config.taps, depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.head = head
-        self._keys = self._values = torch.empty(0)
+        attention, mlp = head.midlayer.self_attn, head.midlayer.mlp
+        with torch.no_grad():
+            self._qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+            self._gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self._ids = head.draft_ids
+        self._keys = self._values = self._cos = self._sin = torch.empty(0)
 
     def reset(self, batch: int, capacity: int) -> None:
         """Make room for the committed pairs and one tree."""
         config, weight = self.head.config, self.head.fc.weight
-        shape = (batch, config.num_kv_heads, capacity + self.max_depth * self.topk, config.head_dim)
+        slots = capacity + self.max_depth * self.topk
+        shape = (batch, config.num_kv_heads, slots, config.head_dim)
         if self._keys.shape != shape or self._keys.dtype != weight.dtype:
             self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self._values = torch.zeros_like(self._keys)
+            tables = self.head.midlayer.self_attn.rotary(torch.arange(slots, device=weight.device))
+            self._cos, self._sin = (table.to(weight.dtype) for table in tables)
         self._length_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         self._longest = 0
 
@@ -296,29 +311,43 @@ class Eagle3Proposer(Grower):
         visible = self._longest + count
         allowed_BML = torch.arange(visible, device=column.device) <= slots_BM.unsqueeze(-1)
         fed = head.fc(accepted.taps_BMF.to(head.fc.weight.dtype))
-        hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML)
+        hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML, self._longest if len(accepted.count_B) == 1 else None)
         last_BH = hidden_BMH.gather(1, (accepted.count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
         stands = (accepted.count_B > 0).unsqueeze(1)  # finished rows bring nothing new
         self._hidden_BH = last_BH if self._longest == 0 else torch.where(stands, last_BH, self._hidden_BH)
         self._length_B = self._length_B + accepted.count_B
         self._longest = int(self._length_B.max())
 
-    def _run(self, fed_BMH: Tensor, ids_BM: Tensor, position_BM: Tensor, slots_BM: Tensor, allowed_BML: Tensor) -> Tensor:
+    def _run(self, fed_BMH: Tensor, ids_BM: Tensor, position_BM: Tensor, slots_BM: Tensor, allowed_BML: Tensor, start: int | None = None) -> Tensor:
         """One pass of the head: hidden states fed and tokens in, pre-norm outputs [B, M, H] out; K/V go to `slots`."""
-        head = self.head
-        attention = head.midlayer.self_attn
-        query, key, value = attention.project(head.midlayer.inputs(head.embed(ids_BM), fed_BMH), position_BM)
-        rows = torch.arange(ids_BM.shape[0], device=ids_BM.device).unsqueeze(1)
-        self._keys[rows, :, slots_BM] = key.transpose(1, 2)
-        self._values[rows, :, slots_BM] = value.transpose(1, 2)
-        visible = allowed_BML.shape[-1]
-        mixed = functional.scaled_dot_product_attention(
-            query, attention.expand(self._keys[:, :, :visible]), attention.expand(self._values[:, :, :visible]), attn_mask=allowed_BML.unsqueeze(1)
+        config, layer = self.head.config, self.head.midlayer
+        batch, count = ids_BM.shape
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        mixed = functional.linear(layer.inputs(self.head.embed(ids_BM), fed_BMH), self._qkv).view(batch, count, -1, width).transpose(1, 2)
+        turned = _rotate(mixed[:, : heads + kv_heads], self._cos[position_BM].unsqueeze(1), self._sin[position_BM].unsqueeze(1))
+        if start is None:
+            rows = torch.arange(batch, device=ids_BM.device).unsqueeze(1)
+            self._keys[rows, :, slots_BM] = turned[:, heads:].transpose(1, 2)
+            self._values[rows, :, slots_BM] = mixed[:, heads + kv_heads :].transpose(1, 2)
+        else:
+            self._keys[:, :, start : start + count] = turned[:, heads:]
+            self._values[:, :, start : start + count] = mixed[:, heads + kv_heads :]
+        visible, group = allowed_BML.shape[-1], heads // kv_heads
+        attended = functional.scaled_dot_product_attention(
+            turned[:, :heads].reshape(batch, kv_heads, group * count, width),
+            self._keys[:, :, :visible],
+            self._values[:, :, :visible],
+            attn_mask=allowed_BML.repeat(1, group, 1).unsqueeze(1),
         )
-        return head.midlayer.finish(fed_BMH, attention.output(mixed))
+        hidden = fed_BMH + layer.self_attn.o_proj(attended.view(batch, heads, count, width).transpose(1, 2).flatten(2))
+        gate, up = functional.linear(layer.post_attention_layernorm(hidden), self._gate_up).chunk(2, dim=-1)
+        out: Tensor = hidden + layer.mlp.down_proj(functional.silu(gate) * up)
+        return out
 
-    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
-        return self._run(fed_BKH, ids_BK, position_BK, slots_BK, allowed_BKL)
+    def _advance(
+        self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
+    ) -> Tensor:
+        return self._run(fed_BKH, ids_BK, position_BK, slots_BK, allowed_BKL, start)
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         return self.head.logits(hidden_BKH)
@@ -327,4 +356,4 @@ class Eagle3Proposer(Grower):
         return self.head.config.target_vocab_size
 
     def _draft_ids(self) -> Tensor:
-        return self.head.draft_ids
+        return self._ids

@@ -128,8 +128,10 @@ class StandaloneProposer(Grower):
         self._length_B = self._length_B + count_B
         self._longest = int(self._length_B.max())
 
-    def _advance(self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> Tensor:
-        return self.draft.extend(ids_BK, position_BK, slots_BK, allowed_BKL, key_BL).hidden_BNH
+    def _advance(
+        self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
+    ) -> Tensor:
+        return self.draft.extend(ids_BK, position_BK, slots_BK, allowed_BKL, key_BL, start).hidden_BNH
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         return self.draft.logits(hidden_BKH)[..., : self._vocab_size]

@@ -75,6 +75,19 @@ def test_eval_measures_a_drafter(run_folder: Path, tmp_path: Path) -> None:
     assert draftsmith("eval", str(run_folder / "drafter"), "--out", str(tmp_path), "--tree", "bush").returncode == 2
 
 
+def test_eval_takes_drafters_that_need_no_training(tmp_path: Path) -> None:
+    small = ["--num-prompts", "2", "--max-new-tokens", "12", "--no-eager", "--depth", "3", "--temperature", "0"]
+    target = str(Path(__file__).parents[1] / "recipes" / "quickstart" / "target")
+    for drafter, method in (("prompt_lookup", "prompt_lookup"), (target, "draft_model")):
+        done = draftsmith("eval", drafter, "--out", str(tmp_path / method), *small)
+        assert done.returncode == 0, done.stderr
+        report = json.loads((tmp_path / method / "report.json").read_text())
+        assert report["drafter"]["method"] == method and report["results"][0]["lossless"]["status"] == "pass"
+    assert report["results"][0]["tau"] > 3  # the target as its own draft: a chain of 3 and the bonus token, but for the last round
+    done = draftsmith("eval", "no_such_drafter", "--out", str(tmp_path / "x"))
+    assert done.returncode == 2 and "wanted a drafter's folder" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_two_processes_train_together(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517")
     arguments = ["quickstart/eagle3", f"out={tmp_path / 'r'}", *SMALL]

@@ -142,9 +142,12 @@ def test_chunked_loss_equals_the_formula_in_double() -> None:
 
 
 def test_a_head_that_knows_the_text_is_accepted_and_a_shifted_vocabulary_is_not(target: Target) -> None:
-    """Over-fitted on the target's own greedy text the head drafts it; with every d2t off by one the same head drafts nothing."""
-    prompt = random_ids(1, 6, seed=5)[0].tolist()
-    text = Engine(target).generate([prompt], SamplingParams(), 40).tokens[0]
+    """Over-fitted on one text that the target sampled, the head drafts it; with every d2t off by one the same head drafts nothing.
+
+    Sampled, since greedy text soon is a loop, which can be drafted without looking.
+    """
+    prompt, params = random_ids(1, 6, seed=5)[0].tolist(), SamplingParams(temperature=1.0, seed=3)
+    text = Engine(target).generate([prompt], params, 40).tokens[0]
     ids = torch.tensor([prompt + text])
     torch.manual_seed(0)
     head = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=700)).bind(target)
@@ -160,15 +163,16 @@ def test_a_head_that_knows_the_text_is_accepted_and_a_shifted_vocabulary_is_not(
         optimizer.step()
 
     def tau() -> float:
-        out = Engine(target, head.proposer(depth=3)).generate([prompt], SamplingParams(), 40)
+        out = Engine(target, head.proposer(depth=3)).generate([prompt], params, 40)
         assert out.tokens[0] == text
         return (len(text) - 1) / len(out.rounds[0])
 
     good = tau()
     head.d2t += 1
-    assert good > 2.5 and tau() < 0.6 * good
+    assert good > 2 and tau() < 0.6 * good
     head.d2t -= 1
-    object.__setattr__(head.config, "taps", tuple(k + 1 for k in head.config.taps))  # the wrong layers
+    # Layers far off: neighbours of this target, trained with dropped layers, are much alike. test_taps_are_hugging_face_hidden_states is exact.
+    object.__setattr__(head.config, "taps", (0, 1, 12))
     assert tau() < good
 
 
@@ -194,9 +198,9 @@ def test_folder_round_trip_and_refusals(target: Target, tmp_path: Path) -> None:
 
 
 def test_config_is_checked(target: Target) -> None:
-    with pytest.raises(UserError, match=r"wanted ascending layers in 0 \.\. 20"):
+    with pytest.raises(UserError, match=r"wanted ascending layers in 0 \.\. 12"):
         Eagle3Config.for_target(target, taps=[2, 25])
     with pytest.raises(UserError, match=r"draft_vocab_size: wanted 1 \.\. 2048"):
         Eagle3Config.for_target(target, draft_vocab_size=4000)
     assert default_taps(32) == (2, 16, 29) and default_taps(2) == (1, 2)
-    assert json.loads(json.dumps(Eagle3Config.for_target(target).taps)) == [2, 10, 17]
+    assert json.loads(json.dumps(Eagle3Config.for_target(target).taps)) == [2, 6, 9]

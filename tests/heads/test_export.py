@@ -28,8 +28,8 @@ def test_round_trip_gives_the_same_drafts(target: Target, draft_vocab: int, tmp_
     vllm.export(head, {}, tmp_path / "out", 5)
     assert ("d2t" in load_file(tmp_path / "out" / "model.safetensors")) == (draft_vocab < 2048)  # vLLM refuses it for the whole vocabulary
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 10, 17]  # k
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 9, 16]  # k - 1, for SGLang
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]  # k
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]  # k - 1, for SGLang
     back = vllm.read(tmp_path / "out").bind(target)
     ids, position = torch.arange(20, 40)[None], torch.arange(20)[None]
     target.set_taps(back.config.taps)

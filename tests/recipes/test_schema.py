@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +80,11 @@ def test_the_target_has_the_published_shape() -> None:
     recipe = load_recipe(TARGET)
     assert isinstance(recipe, TargetRecipe)
     assert dataclasses.astuple(recipe.model) == (2048, 192, 512, 12, 6, 2, 32, 512)
+    shipped = json.loads((Path(TargetRef().location) / "config.json").read_text())
+    assert all(shipped[name] == value for name, value in dataclasses.asdict(recipe.model).items())
     train = recipe.train
-    assert (train.steps, train.batch_size, train.micro_batch_size, train.sequence_length) == (900, 12, 2, 384)
-    assert (train.lr, train.weight_decay, train.warmup_steps, train.decay_share, train.mixed_precision) == (3e-3, 0.05, 60, 0.4, "no")
+    assert (train.steps, train.batch_size, train.micro_batch_size, train.sequence_length) == (400, 12, 2, 384)
+    assert (train.lr, train.weight_decay, train.warmup_steps, train.decay_share, train.mixed_precision) == (3e-3, 0.05, 60, 0.0, "no")
 
 
 def test_the_readme_lists_every_key_with_its_default() -> None:
