@@ -28,6 +28,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers is not followed by
         self.num_layers, self.batch, self.capacity = num_layers, batch, capacity
         self._shared: Tensor | None = None
         self._odd: dict[int, Tensor] = {}  # layers whose shape differs from the first one's
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer seen
         self._slots_BN: Tensor | None = None
         self._start: int | None = None
         self._visible = 0
@@ -43,16 +44,22 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers is not followed by
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [B, kv_heads, N, head_dim] of one layer; return all visible ones."""
-        store = self._layer(layer_idx, key_states, value_states)
-        nodes = key_states.shape[2]
+        if layer_idx not in self._views:
+            store = self._layer(layer_idx, key_states, value_states)
+            self._views[layer_idx] = (store[0], store[1])
+        keys, values = self._views[layer_idx]
+        if key_states.shape[0] != self.batch:  # copying would broadcast it
+            raise ValueError(f"the cache was allocated for {self.batch} rows, the forward pass has {key_states.shape[0]}")
         assert self._slots_BN is not None, "place() comes before the forward pass"
-        for part, states in ((store[0], key_states), (store[1], value_states)):
-            if self._start is not None:
-                part[:, :, self._start : self._start + nodes] = states
-            else:
-                rows = torch.arange(self.batch, device=states.device).unsqueeze(1)
-                part[rows, :, self._slots_BN] = states.transpose(1, 2)
-        return store[0][:, :, : self._visible], store[1][:, :, : self._visible]
+        if self._start is not None:
+            nodes = key_states.shape[2]
+            keys.narrow(2, self._start, nodes).copy_(key_states)
+            values.narrow(2, self._start, nodes).copy_(value_states)
+        else:
+            rows = torch.arange(self.batch, device=keys.device).unsqueeze(1)
+            keys[rows, :, self._slots_BN] = key_states.transpose(1, 2)
+            values[rows, :, self._slots_BN] = value_states.transpose(1, 2)
+        return keys.narrow(2, 0, self._visible), values.narrow(2, 0, self._visible)
 
     def _layer(self, index: int, key_states: Tensor, value_states: Tensor) -> Tensor:
         if key_states.shape != value_states.shape:

@@ -180,11 +180,17 @@ class Engine:
     def _judge(self, tree: DraftTree, logits_BNV: Tensor, sampler: Sampler, noise_BDV: Tensor | None, length_B: Tensor) -> Verdict:
         """Apply the rule. Without a proposer there is nothing to judge: the plain sampler chooses, whatever the rule."""
         if self._shared or self.proposer is None:
-            noise_BNV = noise_BDV
-            if noise_BDV is not None and not tree.is_chain:
+            noise_BNV = None
+            if noise_BDV is not None and tree.is_chain:
+                noise_BNV = noise_BDV[:, : tree.num_nodes]
+            elif noise_BDV is not None:
                 noise_BNV = noise_BDV.gather(1, tree.depth_BN.unsqueeze(-1).expand(-1, -1, noise_BDV.shape[-1]))
             # The argmax of the very scores that plain decoding takes it of: probabilities would merge near-ties.
-            return walk(tree, sampler.scores(logits_BNV, noise_BNV, tree).argmax(-1))
+            choice_BN = sampler.scores(logits_BNV, noise_BNV, tree).argmax(-1)
+            if tree.num_nodes == 1:
+                zero_B = torch.zeros_like(length_B)
+                return Verdict(zero_B.unsqueeze(1), zero_B, choice_BN.squeeze(1))
+            return walk(tree, choice_BN)
         chance = PhiloxChance(sampler.seed_B, length_B, sampler.random_B)
         return verify(self.rule, tree, sampler.probabilities(logits_BNV, tree), chance)
 

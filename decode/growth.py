@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import UserError
 from .draw import iid_children, without_replacement_children
+from .length import DraftLength
 from .proposer import Accepted
 from .sampling import Sampler
 from .tree import DraftTree
@@ -35,6 +36,9 @@ class Grower(ABC):
     entries, and `_longest`, their greatest number on the host.
     """
 
+    # Chains only: how deep each round's chain is, at most max_depth. None: always max_depth.
+    length: DraftLength | None = None
+
     def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         if kind != "deterministic":
             nodes = depth * topk
@@ -44,7 +48,7 @@ class Grower(ABC):
             raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
         self.taps, self.max_depth, self.topk, self.num_nodes = taps, depth, topk, nodes + 1
         self._hidden_BH = self._length_B = torch.empty(0)
-        self._longest = 0
+        self._longest = self._drafted = 0
 
     @abstractmethod
     def reset(self, batch: int, capacity: int) -> None:
@@ -91,6 +95,15 @@ class Grower(ABC):
     def _target_ids(self, draft_ids: Tensor) -> Tensor:
         ids_V = self._draft_ids()
         return draft_ids if ids_V is None else ids_V[draft_ids]
+
+    def _observe_length(self, accepted: Accepted, first: bool) -> None:
+        """Tell the policy how the last round went; rows that are finished say nothing. To be called by `observe`."""
+        if self.length is None:
+            return
+        if first:
+            self.length.reset()
+        else:
+            self.length.observe(self._drafted, [count - 1 for count in accepted.count_B.tolist() if count])
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         """Grow the tree below the root."""
@@ -145,14 +158,23 @@ class Grower(ABC):
     def _chain(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         tokens = [root_B.unsqueeze(1)]
         hidden_BKH, first_BK = self._hidden_BH.unsqueeze(1), self._length_B.unsqueeze(1)
-        slot_L = torch.arange(self._longest + self.max_depth, device=root_B.device)
-        for level in range(self.max_depth):
-            tokens.append(self._target_ids(self._scores(hidden_BKH, sampler, noise_BDV, level).argmax(-1)))
-            if level < self.max_depth - 1:
+        depth = self.max_depth if self.length is None else self.length.limit(self.max_depth)
+        slot_L = torch.arange(self._longest + depth, device=root_B.device)
+        path_B1 = torch.ones(1)
+        for level in range(depth):
+            scores_BKV = self._scores(hidden_BKH, sampler, noise_BDV, level)
+            tokens.append(self._target_ids(scores_BKV.argmax(-1)))
+            if level < depth - 1:
+                if self.length is not None and self.length.needs_scores:
+                    p_BKV = scores_BKV.softmax(-1)
+                    path_B1 = p_BKV.amax(-1) * path_B1
+                    if not self.length.goes_on(float(path_B1.max()), float(torch.special.entr(p_BKV).sum(-1).min())):
+                        break
                 slots_BK, seen_L = first_BK + level, slot_L[: self._longest + level + 1]
                 allowed_BKL = (seen_L <= slots_BK).unsqueeze(1)
                 key_BL = seen_L.expand(root_B.shape[0], -1)
                 hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, key_BL, self._start(level + 1))
+        self._drafted = len(tokens) - 1
         return DraftTree.chain(torch.cat(tokens, dim=1))
 
     def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,7 @@ class Target:
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
         self._cache: TreeCache | None = None
+        self._open = torch.empty(0)  # a mask that forbids nothing
         self._check_logits()
 
     # -- loading ---------------------------------------------------------------------------------------------------------------------------
@@ -159,7 +160,9 @@ class Target:
     # -- forward passes --------------------------------------------------------------------------------------------------------------------
 
     def _forward(self, ids_BN: Tensor, position_BN: Tensor, allowed: dict[str, Tensor], cache: TreeCache | None) -> Step:
-        masks = {kind: _additive(mask_BNL, self.dtype) for kind, mask_BNL in allowed.items()}
+        return self._run(ids_BN, position_BN, {kind: _additive(mask_BNL, self.dtype) for kind, mask_BNL in allowed.items()}, cache)
+
+    def _run(self, ids_BN: Tensor, position_BN: Tensor, masks: dict[str, Tensor], cache: TreeCache | None) -> Step:
         if self.max_positions is not None:
             # Nodes past the last position can never be emitted (the engine stops before), but learned position tables would be overrun.
             position_BN = position_BN.clamp(max=self.max_positions - 1)
@@ -226,11 +229,27 @@ class Target:
 
         max_length: a host-side upper bound of length_B. uniform: every row has length max_length (allows a plain slice write).
         """
+        visible = max_length + tree.num_nodes
+        if tree.num_nodes == 1 and uniform:  # plain decoding: everything that is visible may be seen, so no mask is made anew
+            return self._step(tree.tokens_BN, length_B.unsqueeze(1), visible)
         slots_BN = length_B.unsqueeze(1) + torch.arange(tree.num_nodes, device=length_B.device)
         position_BN = length_B.unsqueeze(1) + tree.depth_BN
-        visible = max_length + tree.num_nodes
         allowed_BNL, key_BL = tree_mask(tree, length_B, slots_BN, position_BN, visible)
         return self.extend(tree.tokens_BN, position_BN, slots_BN, allowed_BNL, key_BL, max_length if uniform else None)
+
+    def _step(self, ids_B1: Tensor, position_B1: Tensor, visible: int) -> Step:
+        """`verify` of one node a row, all rows of the same length."""
+        assert self._cache is not None, "allocate() comes first"
+        self._cache.place(position_B1, visible, visible - 1)
+        if self._open.shape[-1] < visible or self._open.shape[0] != ids_B1.shape[0]:
+            self._open = torch.zeros(ids_B1.shape[0], 1, 1, self._cache.capacity, dtype=self.dtype, device=self.device)
+        masks = {}
+        for kind, window in self._windows.items():
+            masks[kind] = self._open[..., :visible]
+            if window is not None and visible > window:
+                far_L = torch.arange(visible, device=self.device) < visible - window
+                masks[kind] = masks[kind].masked_fill(far_L, torch.finfo(self.dtype).min)
+        return self._run(ids_B1, position_B1, masks, self._cache)
 
     def extend(self, ids_BN: Tensor, position_BN: Tensor, slots_BN: Tensor, allowed_BNL: Tensor, key_BL: Tensor, start: int | None = None) -> Step:
         """One forward pass over any tokens: K/V go to `slots`; each token sees the slots that `allowed` marks, within the model's window.

@@ -500,28 +500,29 @@ def _settings(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def terminal_table(report: Report) -> rich.table.Table:
-    """One line a result, at most 120 columns wide."""
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=rich.markup.escape(_title(report)))
-    for name in ("suite", "T", "batch", "lossless"):
-        table.add_column(name, justify="left" if name in ("suite", "lossless") else "right", overflow="fold")
-    for name in ("tau", "accepted", "spec tok/s", "plain", "eager", "speed-up", "vs eager"):
-        table.add_column(name, justify="right", overflow="fold")
+    """One row a result, intervals below their figures. It fits 80 columns unless there are several suites."""
+    suites = list(dict.fromkeys(row.suite for row in report.results))
+    title = f"{_title(report)}, {suites[0]}" if len(suites) == 1 else _title(report)
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=0, pad_edge=False, title=rich.markup.escape(title))
+    if len(suites) > 1:
+        table.add_column("suite", overflow="fold")
+    for name in ("T", "batch", "lossless", "tau", "accepted", "tok/s", "plain", "eager", "speed-up", "vs eager"):
+        table.add_column(name, justify="left" if name == "lossless" else "right", no_wrap=True)
     for cells in _all_cells(report, "x"):
-        style = "" if cells.row.passed else "red"
-        gate = f"{'[green]' if cells.row.passed else '[bold red]'}{cells.lossless}[/] {rich.markup.escape(cells.row.lossless.lossless_class)}"
+        colour = "[green]" if cells.row.passed else "[bold red]"
         table.add_row(
-            rich.markup.escape(cells.suite),
+            *([rich.markup.escape(cells.suite)] if len(suites) > 1 else []),
             cells.temperature,
             cells.batch,
-            gate,
-            f"{cells.tau} [dim]{cells.tau_ci}[/]",
+            f"{colour}{cells.lossless}[/] {rich.markup.escape(cells.row.lossless.lossless_class)}",
+            f"{cells.tau}\n[dim]{cells.tau_ci}[/]",
             cells.acceptance,
             cells.speculative,
             cells.engine,
             cells.eager,
-            f"[bold]{cells.speedup}[/] [dim]{cells.speedup_ci}[/]",
+            f"[bold]{cells.speedup}[/]\n[dim]{cells.speedup_ci}[/]",
             cells.vs_eager,
-            style=style,
+            style="" if cells.row.passed else "red",
         )
     return table
 

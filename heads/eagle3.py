@@ -305,6 +305,7 @@ class Eagle3Proposer(Grower):
     def observe(self, accepted: Accepted) -> None:
         """Run the head over the new (feature, next token) pairs; remember the output of each row's last one."""
         assert accepted.taps_BMF is not None
+        self._observe_length(accepted, self._longest == 0)
         head, count = self.head, accepted.tokens_BM.shape[1]
         column = torch.arange(count, device=accepted.tokens_BM.device)
         slots_BM = self._length_B.unsqueeze(1) + column

@@ -114,6 +114,7 @@ class StandaloneProposer(Grower):
     def observe(self, accepted: Accepted) -> None:
         """Run the draft over the tokens that are new to it: the prompt's first, and then what follows each accepted token."""
         first = self._longest == 0
+        self._observe_length(accepted, first)
         ids_BM = torch.cat([accepted.tokens_BM[:, :1], accepted.next_BM], dim=1) if first else accepted.next_BM
         count_B = accepted.count_B + 1 if first else accepted.count_B
         ids_BM = ids_BM.clamp(max=self.draft.vocab_size - 1)  # padding rows of the target's table that the draft's lacks

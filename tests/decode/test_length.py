@@ -1,0 +1,132 @@
+"""Draft-length policies: what they decide, by hand, and that none of them changes what is generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftsmith import UserError
+from draftsmith.decode.engine import Engine
+from draftsmith.decode.length import Acceptance, Additive, Confidence, DraftLength, Entropy, Latencies
+from draftsmith.decode.proposer import Accepted
+from draftsmith.decode.sampling import Sampler, SamplingParams
+from draftsmith.decode.target import Target
+from draftsmith.heads.standalone import Standalone
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11]]
+LATENCIES = Latencies(level=0.5, verify=((1, 10.0), (2, 10.5), (8, 12.0), (16, 20.0)))
+POLICIES: dict[str, Callable[[], DraftLength]] = {
+    "additive": lambda: Additive(2),
+    "acceptance": lambda: Acceptance(LATENCIES),
+    "confidence": lambda: Confidence(0.2),
+    "entropy": lambda: Entropy(0.3),
+}
+
+
+def tiny(seed: int, scale: float = 24) -> Target:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=97, head_dim=8, max_position_embeddings=128, **sizes)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    return Target(model, None, "tiny")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_changes_a_token(name: str, temperature: float) -> None:
+    target = tiny(0)
+    params = [SamplingParams(temperature=temperature, seed=i) for i in range(3)]
+    plain = Engine(target).generate(PROMPTS, params, 30).tokens
+    for draft in (tiny(0), tiny(1)):  # accepted always, and hardly ever
+        proposer = Standalone(draft).bind(target).proposer(depth=6)
+        proposer.length = POLICIES[name]()
+        depths: list[int] = []
+        grow = proposer.propose
+
+        def watched(*arguments: Any, grow: Any = grow, depths: list[int] = depths) -> Any:
+            tree = grow(*arguments)
+            depths.append(tree.max_depth)
+            return tree
+
+        proposer.propose = watched  # type: ignore[method-assign, assignment]
+        assert Engine(target, proposer).generate(PROMPTS, params, 30).tokens == plain
+        assert min(depths) >= 1 and max(depths) <= 6 and len(set(depths)) > 1  # it really decided something
+
+
+def test_additive_is_transformers_heuristic() -> None:
+    policy = Additive(5)
+    steps = []
+    for drafted, accepted in ((5, [5]), (7, [3]), (6, [6, 0]), (8, [7]), (1, [0])):
+        policy.observe(drafted, accepted)
+        steps.append(policy.limit(20))
+    assert steps == [7, 6, 8, 7, 1]
+    assert policy.limit(3) == 1
+    policy.reset()
+    assert policy.limit(3) == 3 and policy.limit(9) == 5
+
+
+def test_acceptance_chooses_the_fastest_length() -> None:
+    policy = Acceptance(LATENCIES, start=0.6, memory=0.5)
+    for rate in (0.1, 0.4, 0.6, 0.8, 0.95):
+        policy.rate = rate
+        expected = {d: (1 - rate ** (d + 1)) / (1 - rate) / LATENCIES.round(d) for d in range(1, 13)}
+        assert policy.limit(12) == max(expected, key=lambda d: expected[d])
+    policy.reset()
+    policy.observe(3, [1, 3])  # judged: hit, miss; hit, hit, hit
+    rate = 0.6
+    for hit in (1, 0, 1, 1, 1):
+        rate = 0.5 * rate + 0.5 * hit
+    assert math.isclose(policy.rate, rate)
+
+
+def test_latencies_are_linear_between_and_past_the_points() -> None:
+    assert LATENCIES.round(0) == 10.0 and LATENCIES.round(1) == 11.0
+    assert LATENCIES.round(4) == pytest.approx(4 * 0.5 + 10.5 + 1.5 * 3 / 6)
+    assert LATENCIES.round(31) == pytest.approx(31 * 0.5 + 20 + 16.0)
+    with pytest.raises(UserError, match="at least two sizes, ascending"):
+        Latencies(level=1, verify=((4, 1.0), (2, 2.0)))
+
+
+def test_confidence_stops_where_the_path_becomes_unlikely() -> None:
+    """Against whole forward passes without a cache: the chain ends with the first token whose path probability is below the threshold."""
+    draft = tiny(3)
+    proposer = Standalone(draft).proposer(depth=8)
+    seen = set()
+    for threshold in (0.9, 0.3, 0.05, 0.001):
+        proposer.length = Confidence(threshold)
+        for prompt in ([5, 9, 33, 2], [71, 8, 15, 60, 4, 4], [12, 80, 6]):
+            ids, root = torch.tensor([prompt]), 17
+            with torch.no_grad():
+                proposer.reset(1, 64)
+                length_B = torch.tensor([len(prompt)])
+                proposer.observe(Accepted(ids, torch.tensor([[*prompt[1:], root]]), None, torch.zeros(1, dtype=torch.int64), length_B))
+                tree = proposer.propose(torch.tensor([root]), Sampler([SamplingParams()], "cpu"), None)
+                text, probability = [*prompt, root], 1.0
+                for _ in range(8):
+                    p = draft.model(torch.tensor([text])).logits[0, -1].softmax(-1)
+                    probability *= float(p.max())
+                    text.append(int(p.argmax()))
+                    if probability < threshold:
+                        break
+            assert tree.tokens_BN[0].tolist() == text[len(prompt) :]
+            seen.add(tree.max_depth)
+    assert len(seen) > 2
+
+
+def test_bad_settings_are_refused() -> None:
+    for make, says in (
+        (lambda: Additive(0), "a start of at least 1, got 0"),
+        (lambda: Acceptance(LATENCIES, start=1.0), "start in (0, 1)"),
+        (lambda: Confidence(1.5), "a threshold in (0, 1), got 1.5"),
+        (lambda: Entropy(0.3, 0.0), "a factor > 0, got 0.0"),
+    ):
+        with pytest.raises(UserError) as error:
+            make()
+        assert says in str(error.value)
