@@ -18,10 +18,13 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="The recipes that come with draftsmith.")
 app.add_typer(recipes_app, name="recipes")
+data_app = typer.Typer(no_args_is_help=True, help="Data that drafters are made of.")
+app.add_typer(data_app, name="data")
 console = Console()
 DRAFTER_HELP = (
     "a drafter's folder, such as runs/quickstart/drafter; a causal LM (folder or hub name) with the target's tokenizer; "
-    "prompt_lookup, suffix_automaton, lookahead or token_recycling"
+    "prompt_lookup, suffix_automaton, lookahead or token_recycling; retrieval:FOLDER with a datastore's folder; "
+    "hybrid:A+B with two of these, whose trees are merged"
 )
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
@@ -144,6 +147,29 @@ def generate(
     new, rounds = len(out.tokens[0]) - 1, len(out.rounds[0])
     if rounds:
         console.print(f"\n\n{new + 1} tokens, tau {new / rounds:.2f}, {new / out.times.decode:.1f} tokens/s", highlight=False)
+
+
+@data_app.command()
+def datastore(
+    out: Annotated[Path, typer.Option(help="the new folder")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    source: Annotated[
+        str, typer.Option(help='"stdlib", a .jsonl with {"text": ..} or {"messages": [..]} a line, a text file, or a folder of text files')
+    ] = "stdlib",
+    limit: Annotated[int | None, typer.Option(help="only the first so many documents")] = None,
+) -> None:
+    """Build the datastore that retrieval:FOLDER drafts from, with the target's tokenizer."""
+    from .decode.target import Target
+    from .recipes.schema import TargetRef
+    from .train.datastore import make_datastore
+
+    loaded = Target.load(TargetRef(path=target).location)
+    with console.status("datastore") as status:
+        store = make_datastore(
+            loaded, source, out, limit=limit, progress=lambda documents, tokens: status.update(f"datastore: {documents} documents, {tokens} tokens")
+        )
+    tokens = len(store.tokens) - store.documents  # one separator a document
+    console.print(f"{store.documents} documents, {tokens} tokens: use it with draftsmith eval retrieval:{out}", soft_wrap=True, highlight=False)
 
 
 @recipes_app.command("list")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import UserError
+from .budget import check as check_memory
 from .draw import PhiloxChance
 from .proposer import Accepted, Proposer
 from .sampling import NoiseWindow, Sampler, SamplingParams
@@ -90,7 +91,7 @@ class Engine:
 
         params: one for all rows, or one a row. speculate: False for rows that are to be decoded one token at a time (None: none). A row ends with
         the token that completes a stop string. on_tokens(row, new tokens, drafted) is called as tokens come; the first `drafted` were drafted.
-        Raises UserError if a prompt is empty or does not fit the target's positions.
+        Raises UserError if a prompt is empty or does not fit the target's positions, or if memory does not suffice (`decode/budget.py`).
         """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self._check(prompts, settings, max_new_tokens)
@@ -102,6 +103,7 @@ class Engine:
         depth, nodes = (proposer.max_depth, proposer.num_nodes) if proposer else (0, 1)
         batch, longest = len(prompts), max(len(p) for p in prompts)
         capacity = longest + max_new_tokens + nodes + depth + 1
+        check_memory(target, proposer, batch, capacity, prompt=longest, max_new_tokens=max_new_tokens, settings=settings, shared_noise=self._shared)
         target.allocate(batch, capacity)
         times, clock = Times(), _Clock(device)
         began = clock.now()

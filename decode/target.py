@@ -10,6 +10,7 @@ Dims: B batch, T sequence, N tree nodes, L cache slots, H hidden, F = taps * H, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import UserError
 from .cache import TreeCache
+from .fused import fuse
 from .tree import DraftTree
 
 PREFILL_CHUNK = 1024  # bounds the prefill mask to [B, 1, 1024, L]
@@ -65,6 +67,7 @@ class Target:
         self.taps: tuple[int, ...] = ()
         self._cache: TreeCache | None = None
         self._open = torch.empty(0)  # a mask that forbids nothing
+        self._fused = fuse(list(self.layers), str(getattr(model.config, "_attn_implementation", "")))
         self._check_logits()
 
     # -- loading ---------------------------------------------------------------------------------------------------------------------------
@@ -166,13 +169,14 @@ class Target:
         if self.max_positions is not None:
             # Nodes past the last position can never be emitted (the engine stops before), but learned position tables would be overrun.
             position_BN = position_BN.clamp(max=self.max_positions - 1)
-        out = self.decoder(
-            input_ids=ids_BN,
-            position_ids=position_BN,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        with self._fused.active() if self._fused else contextlib.nullcontext():
+            out = self.decoder(
+                input_ids=ids_BN,
+                position_ids=position_BN,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         taps_BNF = torch.cat([self._captured[k] for k in self.taps], dim=-1) if self.taps else None
         self._captured.clear()
         return Step(out.last_hidden_state, taps_BNF)

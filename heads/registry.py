@@ -17,9 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .. import UserError
+from ..decode.free.datastore import load_datastore
+from ..decode.free.hybrid import Hybrid
 from ..decode.free.lookahead import Lookahead
 from ..decode.free.lookup import PromptLookup
 from ..decode.free.recycling import TokenRecycling
+from ..decode.free.retrieval import Retrieval
 from ..decode.free.suffix import SuffixAutomaton
 from ..decode.proposer import Proposer
 from ..decode.target import Target
@@ -70,13 +73,41 @@ FREE: dict[str, Callable[[str, int, int, int], Proposer]] = {
 }
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two drafters whose trees are merged: see `Hybrid`."""
+
+    first: Drafter
+    second: Drafter
+
+    @property
+    def method(self) -> str:
+        """Both names."""
+        return f"hybrid:{self.first.method}+{self.second.method}"
+
+    def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16) -> Hybrid:
+        """A proposer of merged trees: each drafter gets the budget, and the merged tree has room for both."""
+        first, second = (drafter.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes) for drafter in (self.first, self.second))
+        return Hybrid(first, second)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of both, each once."""
+        return {id(p): p for drafter in (self.first, self.second) for p in drafter.parameters()}.values()
+
+
 def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, Any]]:
     """(drafter, contract) of a drafter's folder, of a causal LM (folder or hub name) that is to be the draft model, or of a method of `FREE`.
 
+    retrieval:FOLDER drafts from a datastore. hybrid:A+B merges the trees of two drafters of any of these names (A holds no "+"; B may be a hybrid).
     Raises UserError for what is none of these, or does not belong to the target.
     """
     if str(name) in FREE:
         return Free(str(name), FREE[str(name)]), {}
+    kind, _, rest = str(name).partition(":")
+    if kind == "retrieval":
+        return _open_retrieval(rest, target)
+    if kind == "hybrid":
+        return _open_hybrid(rest, target)
     folder = Path(name)
     if (folder / "contract.json").is_file():
         return load_drafter(folder, target)
@@ -84,11 +115,32 @@ def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, A
         pass
     elif folder.exists() or str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
         raise UserError(
-            f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, or one of {', '.join(FREE)}; "
+            f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, one of {', '.join(FREE)}, "
+            "retrieval:FOLDER or hybrid:A+B; "
             "give a run's drafter/ folder"
         )
     draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
     return Standalone(draft).bind(target), {"draft_model": {"name": str(name), "fingerprint": draft.fingerprint()}}
+
+
+def _open_retrieval(folder: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    if not folder:
+        raise UserError(
+            "drafter retrieval: wanted retrieval:FOLDER with a datastore's folder, got no folder; make one with draftsmith data datastore"
+        )
+    # A target without a tokenizer has no fingerprint, and matches no datastore.
+    store = load_datastore(folder, target.fingerprint().get("tokenizer", "none"))
+    about = {"folder": folder, "fingerprint": store.fingerprint, "documents": store.documents, "context": store.context}
+    most = 64  # matches looked at, each of which gives at most `depth` nodes
+    return Free("retrieval", lambda tree, depth, topk, nodes: Retrieval(store, depth, min(nodes, depth * most), matches=most)), {"datastore": about}
+
+
+def _open_hybrid(names: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    first, _, second = names.partition("+")
+    if not first or not second:
+        raise UserError(f"drafter hybrid:{names}: wanted hybrid:A+B with two drafters, such as hybrid:suffix_automaton+runs/quickstart/drafter")
+    (one, its), (other, theirs) = open_drafter(first, target), open_drafter(second, target)
+    return Pair(one, other), {"first": its, "second": theirs}
 
 
 def save_drafter(drafter: Eagle3, folder: Path, contract: dict[str, Any]) -> None:

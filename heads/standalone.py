@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from .. import UserError
+from ..decode.budget import cache_growth
 from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
@@ -101,6 +102,10 @@ class StandaloneProposer(Grower):
     def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.draft, self._vocab_size, self._target_vocab_size = model.draft, model.vocab_size, model.target_vocab_size
+
+    def memory(self, batch: int, capacity: int) -> int:
+        """Bytes that the draft's cache will grow by after `reset`."""
+        return cache_growth(self.draft, batch, capacity + self.max_depth * self.topk)
 
     def reset(self, batch: int, capacity: int) -> None:
         """Make room for the tokens and one tree. Raises UserError if the draft has fewer positions than the text."""
