@@ -19,6 +19,7 @@ from torch.nn import functional
 
 # Families whose layer is: norm, attention with optional biases and optional norms of queries and keys, residual; norm, gated SiLU MLP, residual.
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+PARTS = ("gate", "up", "down")
 FEW = 64  # up to so many tokens heads are grouped as rows, which repeats the mask; beyond, keys are repeated instead
 
 
@@ -76,9 +77,9 @@ def fuse(layers: Sequence[nn.Module], attention: str) -> Fused | None:
     if attention != "sdpa" or not all(type(layer).__name__ in FAMILIES for layer in layers):
         return None
     for layer in layers:
-        parts = [module for module in layer.modules() if not list(module.children())]
-        linear = [m for m in parts if isinstance(m, nn.Linear)]
-        if len(linear) != 7 or any(type(m) is not nn.Linear or m.weight.is_meta for m in linear):
+        # Exactly plain linear layers: a quantised or adapted one computes something else than its weight says.
+        parts = [layer.get_submodule(f"self_attn.{name}_proj") for name in "qkvo"] + [layer.get_submodule(f"mlp.{name}_proj") for name in PARTS]
+        if any(type(part) is not nn.Linear or part.weight.is_meta for part in parts):
             return None
     return Fused(layers)
 

@@ -37,6 +37,10 @@ class Hybrid:
         self.wants_logits = bool(self._observers)
         self._parents_BN: Tensor | None = None
 
+    def memory(self, batch: int, capacity: int) -> int:
+        """Bytes that both halves' caches will take more than they hold."""
+        return sum(half.memory(batch, capacity) for half in (self.first, self.second) if hasattr(half, "memory"))
+
     def reset(self, batch: int, capacity: int) -> None:
         """Reset both."""
         self.first.reset(batch, capacity)
