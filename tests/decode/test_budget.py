@@ -20,19 +20,8 @@ from draftsmith.heads.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer
 from draftsmith.heads.standalone import Standalone, StandaloneProposer, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+from .sizes import SIZES
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama, wide heads": lambda: LlamaConfig(**{**SIZES, "head_dim": 24, "num_key_value_heads": 1}),

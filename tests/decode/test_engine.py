@@ -26,19 +26,8 @@ from transformers import (
     Qwen3Config,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+from .sizes import SIZES
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),

@@ -14,16 +14,8 @@ from draftsmith.decode.target import Target
 from draftsmith.heads.standalone import Standalone, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
+from ..decode.sizes import SIZES
+
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11], [12, 80, 6, 6, 6, 19, 21, 20, 50, 51, 52, 53]]
 CHAIN: dict[str, Any] = {"tree": "chain", "depth": 4}
 TREE: dict[str, Any] = {"tree": "dynamic", "depth": 3, "topk": 3, "nodes": 12}
