@@ -232,7 +232,11 @@ def test_a_value_that_does_not_fit_is_refused_by_name(override: str, message: st
         (EAGLE, ["train.batch_size=10", "train.micro_batch_size=4"], "train.micro_batch_size: wanted a divisor of train.batch_size (10), got 4"),
         (EAGLE, ["drafter.num_heads=4", "drafter.num_kv_heads=3"], "drafter.num_kv_heads: wanted a divisor of drafter.num_heads (4), got 3"),
         (EAGLE, ["data.response_tokens=256", "data.sequence_length=256"], "data.response_tokens: wanted fewer than data.sequence_length (256)"),
-        (EAGLE, ["decode.tree=chain", "decode.depth=5", "decode.nodes=7"], "decode.nodes: wanted null, or decode.depth (5) as the tree is a chain, got 7"),
+        (
+            EAGLE,
+            ["decode.tree=chain", "decode.depth=5", "decode.nodes=7"],
+            "decode.nodes: wanted null, or decode.depth (5) as the tree is a chain, got 7",
+        ),
         (EAGLE, ["decode.tree=dynamic", "decode.depth=5", "decode.nodes=4"], "decode.nodes: wanted at least decode.depth (5)"),
         (TARGET, ["model.num_key_value_heads=4"], "model.num_key_value_heads: wanted a divisor of model.num_attention_heads (6), got 4"),
         (TARGET, ["model.head_dim=31"], "model.head_dim: wanted an even number"),
