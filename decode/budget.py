@@ -21,14 +21,14 @@ import torch
 
 from .. import UserError
 from .proposer import Proposer
-from .sampling import SamplingParams
+from .sampling import NOISE_BYTES, NOISE_POSITIONS, SamplingParams
 from .target import PREFILL_CHUNK, Target
 
 NEGLIGIBLE = 64 * 2**20  # plans below this are not compared with anything: asking the system would cost more than it tells
 _FRESH_SECONDS = 1.0  # how long a reading of the host's free memory is good for
 # Bytes for each of the [B, N, V] entries that are alive at once, counted along `Sampler` at its peak.
 _LOGIT_BYTES, _WARPED_BYTES, _SORTED_BYTES, _PENALISED_BYTES, _DISTRIBUTION_BYTES = 8, 8, 28, 32, 32
-_NOISE_POSITIONS, _NOISE_LIMIT, _NOISE_MAKING_BYTES = 32, 2**28, 36  # the first two are NoiseWindow's defaults, the last was measured (33)
+_NOISE_MAKING_BYTES = 36  # a position and token; 33 were measured
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,12 @@ def plan(
     prompt: int,
     settings: Sequence[SamplingParams] = (),
     shared_noise: bool = True,
+    overlap: bool = False,
 ) -> Budget:
     """The most that generating for `batch` rows of `capacity` slots takes, without what is available.
 
-    prompt: tokens of the longest one. settings: how the rows are sampled. The target's taps are those of the proposer. Nothing is allocated.
+    prompt: tokens of the longest one. settings: how the rows are sampled. overlap: whether a round starts before the last one was read (noise is
+    then made for both). The target's taps are those of the proposer. Nothing is allocated.
     """
     nodes, depth = (proposer.num_nodes, proposer.max_depth) if proposer else (1, 0)
     parts = {"target cache": cache_growth(target, batch, capacity)}
@@ -74,7 +76,7 @@ def plan(
         "verification": _pass_bytes(target, batch, nodes, capacity) + batch * nodes * target.vocab_size * _logit_bytes(settings, shared_noise),
     }
     if any(params.temperature > 0 for params in settings):
-        positions = max(depth + 1, min(_NOISE_POSITIONS, _NOISE_LIMIT // (4 * target.vocab_size * batch)))
+        positions = max((depth + 1) * (1 + overlap), min(NOISE_POSITIONS, NOISE_BYTES // (4 * target.vocab_size * batch)))
         parts["noise"] = 4 * batch * positions * target.vocab_size
         passes["making the noise"] = _NOISE_MAKING_BYTES * batch * positions * target.vocab_size
     largest = max(passes, key=lambda name: passes[name])
@@ -92,12 +94,13 @@ def check(
     max_new_tokens: int,
     settings: Sequence[SamplingParams],
     shared_noise: bool,
+    overlap: bool = False,
 ) -> Budget:
     """The plan, with what is available if that was asked. Raises UserError if it does not fit; says what would."""
 
     def planned(rows: int, new_tokens: int) -> Budget:
         slots = capacity - max_new_tokens + new_tokens
-        return plan(target, proposer, rows, slots, prompt=prompt, settings=settings, shared_noise=shared_noise)
+        return plan(target, proposer, rows, slots, prompt=prompt, settings=settings, shared_noise=shared_noise, overlap=overlap)
 
     wanted = planned(batch, max_new_tokens)
     if wanted.total < NEGLIGIBLE:
@@ -147,7 +150,7 @@ def cache_growth(target: Target, batch: int, capacity: int) -> int:
         return _cache_bytes(target, batch, capacity)
     if cache.batch == batch and cache.capacity >= capacity:  # will be reused
         capacity = cache.capacity
-    held = sum(store.nbytes for store in (cache._shared, *cache._odd.values()) if store is not None)
+    held = sum(store.nbytes for store in cache.tensors())
     return max(0, _cache_bytes(target, batch, capacity) - held)
 
 

@@ -79,9 +79,13 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers is not followed by
             self._odd[index] = torch.zeros(shape, dtype=key_states.dtype, device=key_states.device)
         return self._odd[index]
 
+    def tensors(self) -> list[Tensor]:
+        """The storage."""
+        return [store for store in (self._shared, *self._odd.values()) if store is not None]
+
     def move(self, source_BP: Tensor, target_BP: Tensor) -> None:
         """Copy slots source[b, i] -> target[b, i] of every layer (reads first, then writes, so the ranges may overlap)."""
-        for store in [s for s in (self._shared, *self._odd.values()) if s is not None]:
+        for store in self.tensors():
             view = store.view(-1, *store.shape[-4:])  # [layers * 2, B, heads, capacity, width]
             shape = (view.shape[0], view.shape[1], view.shape[2], source_BP.shape[1], view.shape[4])
             kept = view.gather(3, source_BP.view(1, self.batch, 1, -1, 1).expand(shape))

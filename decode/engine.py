@@ -8,6 +8,7 @@ Dims: B batch, T prompt, N nodes, D depth, P = D + 1 path, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from torch import Tensor
 from .. import UserError
 from .budget import check as check_memory
 from .draw import PhiloxChance
-from .proposer import Accepted, Proposer
+from .proposer import Accepted, DeviceProposer, Extent, LogitObserver, Proposer
+from .replay import Replay, bucket
 from .sampling import NoiseWindow, Sampler, SamplingParams
-from .target import Target
+from .target import Step, Target
 from .tree import DraftTree
 from .verify import Verdict, rule_for, verify, walk
 
@@ -30,7 +32,7 @@ Finish = Literal["", "eos", "stop", "length"]  # why a row ended; empty: it has 
 
 @dataclass
 class Times:
-    """Seconds, host clock, device synchronised at the borders when it is a GPU."""
+    """Seconds: prefill and total by the host's clock, draft and verify by the device's own where it is a GPU."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -45,10 +47,11 @@ class Times:
 
 @dataclass
 class Round:
-    """One row's part in one round: accepted draft tokens, and tokens emitted (accepted + 1, less what EOS or the limit cut off)."""
+    """One row's part in one round: accepted draft tokens, tokens emitted (accepted + 1, less what EOS or the limit cut off), nodes drafted."""
 
     accepted: int
     emitted: int
+    proposed: int
 
 
 @dataclass
@@ -58,7 +61,6 @@ class Generation:
     tokens: list[list[int]]
     rounds: list[list[Round]]
     times: Times = field(default_factory=Times)
-    draft_nodes: int = 0  # draft nodes a round
     finish: list[Finish] = field(default_factory=list)
 
 
@@ -68,12 +70,23 @@ class Engine:
     shared_noise, the default, is token-identical to plain decoding at any temperature. The others draw on their own: lossless in distribution, as
     their class says, and reproducible by seed, but another sample than plain decoding's. Raises UserError for a rule that the proposer's trees
     are not valid for.
+
+    overlap: start a round before the host has read what the last one gave, in shapes that are the same for many rounds; on CUDA these are captured
+    as graphs. None: wherever there is a GPU and the proposer never waits for it (`DeviceProposer.asynchronous`). What is generated is the same.
+    A proposer belongs to one engine at a time.
     """
 
-    def __init__(self, target: Target, proposer: Proposer | None = None, *, rule: str = "shared_noise") -> None:
+    def __init__(self, target: Target, proposer: Proposer | None = None, *, rule: str = "shared_noise", overlap: bool | None = None) -> None:
         self.target, self.proposer, self.rule = target, proposer, rule
         kind = getattr(proposer, "kind", "deterministic")
         rule_for(rule, "chain" if kind != "deterministic" and getattr(proposer, "topk", 0) == 1 else kind)
+        self._device_proposer = proposer if isinstance(proposer, DeviceProposer) else None
+        self._logit_observer = proposer if isinstance(proposer, LogitObserver) and proposer.wants_logits else None
+        able = proposer is None or (self._device_proposer is not None and self._device_proposer.asynchronous)
+        if overlap and not able:
+            raise UserError("overlap: wanted a proposer that never waits for the device, got one that does; leave it out")
+        self.overlap = able and target.device.type == "cuda" if overlap is None else overlap
+        self._kept: _Session | None = None  # the last request's, whose graphs the next one may replay
 
     @torch.no_grad()
     def generate(
@@ -97,13 +110,13 @@ class Engine:
         self._check(prompts, settings, max_new_tokens)
         target, proposer, device = self.target, self.proposer, self.target.device
         target.set_taps(proposer.taps if proposer else ())
-        observer: Any = proposer if getattr(proposer, "wants_logits", False) else None
-        sampler = Sampler(settings, device)
         ends = _Ends(set(eos_ids), list(stop_strings), max_new_tokens, target.tokenizer)
         depth, nodes = (proposer.max_depth, proposer.num_nodes) if proposer else (0, 1)
         batch, longest = len(prompts), max(len(p) for p in prompts)
-        capacity = longest + max_new_tokens + nodes + depth + 1
-        check_memory(target, proposer, batch, capacity, prompt=longest, max_new_tokens=max_new_tokens, settings=settings, shared_noise=self._shared)
+        capacity = longest + max_new_tokens + nodes + (depth + 1) * (1 + self.overlap)  # a finished row runs on until the host has noticed
+        capacity = bucket(capacity) if self.overlap else capacity
+        about: dict[str, Any] = {"prompt": longest, "max_new_tokens": max_new_tokens, "settings": settings}
+        check_memory(target, proposer, batch, capacity, **about, shared_noise=self._shared, overlap=self.overlap)
         target.allocate(batch, capacity)
         times, clock = Times(), _Clock(device)
         began = clock.now()
@@ -112,68 +125,67 @@ class Engine:
         for row, prompt in enumerate(prompts):
             ids_BT[row, : len(prompt)] = torch.tensor(prompt)
         ids_BT = ids_BT.to(device)
-        lengths = [len(p) for p in prompts]  # host copy of length_B
+        lengths = [len(p) for p in prompts]  # what the host knows of length_B
         length_B = torch.tensor(lengths, device=device)
         step = target.prefill(ids_BT, length_B)
         last_BH = step.hidden_BNH.gather(1, (length_B - 1).view(-1, 1, 1).expand(-1, 1, step.hidden_BNH.shape[-1]))
+        session = self._session(Sampler(settings, device), capacity)
+        sampler = session.sampler
         sampler.begin(ids_BT, length_B, target.vocab_size)
-        window = NoiseWindow(sampler, target.vocab_size)
-        root_B = sampler.scores(target.logits(last_BH), window.at(lengths, 1)).argmax(-1).squeeze(1)
+        root_B = sampler.scores(target.logits(last_BH), session.window.at(lengths, 1)).argmax(-1).squeeze(1)
         sampler.emitted(root_B.unsqueeze(1), torch.ones_like(length_B))
         if proposer:
             proposer.reset(batch, capacity)
             next_BT = torch.cat([ids_BT[:, 1:], root_B.unsqueeze(1)], 1).scatter(1, (length_B - 1).unsqueeze(1), root_B.unsqueeze(1))
             proposer.observe(Accepted(ids_BT, next_BT, step.taps_BNF, torch.zeros_like(length_B), length_B))
+        session.begin(root_B, length_B, torch.tensor([True] * batch if speculate is None else list(speculate), device=device))
 
-        out = Generation([[] for _ in prompts], [[] for _ in prompts], times, nodes - 1, [""] * batch)
+        out = Generation([[] for _ in prompts], [[] for _ in prompts], times, [""] * batch)
         for row, token in enumerate(root_B.tolist()):
             out.finish[row] = ends.extend(out.tokens[row], [token])[1]
             if on_tokens:
                 on_tokens(row, [token], 0)
-        plain_B1 = None if speculate is None or all(speculate) else ~torch.tensor(speculate, device=device).unsqueeze(1)
         times.prefill = clock.now() - began
 
+        started: list[tuple[Tensor, Any]] = []  # rounds that the host has not read yet
+        live = [True] * batch
         while not all(out.finish):
-            mark = clock.now()
-            noise_BDV = window.at([n + 1 for n in lengths], depth + 1)
-            tree = proposer.propose(root_B, sampler, noise_BDV if self._shared else None) if proposer else DraftTree.root_only(root_B)
-            if plain_B1 is not None:
-                tree.valid_BN = (~plain_B1 if tree.valid_BN is None else tree.valid_BN & ~plain_B1).expand(batch, tree.num_nodes)
-            drafted = clock.now()
-            step = target.verify(tree, length_B, max(lengths), uniform=min(lengths) == max(lengths))
-            logits_BNV = target.logits(step.hidden_BNH)
-            verified = clock.now()
-            verdict = self._judge(tree, logits_BNV, sampler, noise_BDV, length_B)
-            live_B = torch.tensor([not why for why in out.finish], device=device)
-            target.commit(tree, verdict.path_BP, length_B)
-            path_BP, count_B = verdict.path_BP, (verdict.accepted_B + 1) * live_B
-            tokens_BP = tree.tokens_BN.gather(1, path_BP)
-            next_BP = torch.cat([tokens_BP[:, 1:], verdict.next_B.unsqueeze(1)], 1).scatter(
-                1, verdict.accepted_B.unsqueeze(1), verdict.next_B.unsqueeze(1)
-            )
-            sampler.emitted(next_BP, count_B)
-            observed = clock.now()
-            if proposer:
-                if observer is not None:
-                    valid_BN = live_B.unsqueeze(1).expand(batch, tree.num_nodes)
-                    observer.observe_logits(tree.tokens_BN, logits_BNV, valid_BN if tree.valid_BN is None else valid_BN & tree.valid_BN)
-                taps = step.taps_BNF
-                taps_BPF = None if taps is None else taps.gather(1, path_BP.unsqueeze(-1).expand(-1, -1, taps.shape[-1]))
-                proposer.observe(Accepted(tokens_BP, next_BP, taps_BPF, length_B, count_B))
-            times.draft += (drafted - mark) + (clock.now() - observed)
-            times.verify += verified - drafted
-            length_B = length_B + count_B
-            root_B = torch.where(live_B, verdict.next_B, root_B)
-            for row, (accepted, new) in enumerate(zip(verdict.accepted_B.tolist(), next_BP.tolist(), strict=True)):
-                if out.finish[row]:
-                    continue
-                lengths[row] += accepted + 1
-                kept, out.finish[row] = ends.extend(out.tokens[row], new[: accepted + 1])
-                out.rounds[row].append(Round(min(accepted, len(kept)), len(kept)))
-                if on_tokens:
-                    on_tokens(row, kept, min(accepted, len(kept)))
+            if live != (live := [not why for why in out.finish]):
+                session.live_B.copy_(torch.tensor(live))
+            started.append(session.round(lengths, len(started), clock))
+            if len(started) > self.overlap:
+                self._read(started.pop(0), lengths, ends, out, on_tokens)
         times.total = clock.now() - began
+        times.draft, times.verify = clock.seconds("propose") + clock.seconds("observe"), clock.seconds("verify")
         return out
+
+    def _session(self, sampler: Sampler, capacity: int) -> _Session:
+        """The last one, if it can be used again; else a new one."""
+        kept = self._kept
+        if kept is not None and kept.capacity == capacity and kept.sampler.kind == sampler.kind:
+            kept.sampler.load(sampler)
+            kept.window.forget()
+            return kept
+        self._kept = _Session(self, sampler, capacity)
+        return self._kept
+
+    @staticmethod
+    def _read(
+        started: tuple[Tensor, Any], lengths: list[int], ends: _Ends, out: Generation, on_tokens: Callable[[int, list[int], int], None] | None
+    ) -> None:
+        """Take in what a round gave: the only place where the host waits for the device."""
+        report_BR, done = started
+        if done is not None:
+            done.synchronize()
+        for row, (count, proposed, *new) in enumerate(report_BR.tolist()):
+            lengths[row] += count
+            if out.finish[row]:
+                continue
+            kept, out.finish[row] = ends.extend(out.tokens[row], new[:count])
+            accepted = min(count - 1, len(kept))
+            out.rounds[row].append(Round(accepted, len(kept), proposed))
+            if on_tokens:
+                on_tokens(row, kept, accepted)
 
     @property
     def _shared(self) -> bool:
@@ -208,6 +220,139 @@ class Engine:
         need, limit = max(len(p) for p in prompts) + max_new_tokens, self.target.max_positions
         if limit is not None and need > limit:
             raise UserError(f"prompt + max_new_tokens: wanted at most the target's {limit} positions, got {need}; shorten one of them")
+        drafts = self._device_proposer.max_positions if self._device_proposer is not None else None
+        if drafts is not None and need > drafts:
+            raise UserError(f"prompt + max_new_tokens: wanted at most the drafter's {drafts} positions, got {need}; shorten one of them")
+
+
+class _Session:
+    """What rounds read and write, in tensors that stay where they are, and the rounds captured over them."""
+
+    def __init__(self, engine: Engine, sampler: Sampler, capacity: int) -> None:
+        self.engine, self.sampler, self.capacity = engine, sampler, capacity
+        depth = engine.proposer.max_depth if engine.proposer else 0
+        self.window = NoiseWindow(sampler, engine.target.vocab_size, least=(depth + 1) * (1 + engine.overlap))
+        rows = sampler.seed_B
+        self.root_B, self.length_B = torch.zeros_like(rows), torch.zeros_like(rows)
+        self.live_B, self.speculate_B = torch.ones_like(rows, dtype=torch.bool), torch.ones_like(rows, dtype=torch.bool)
+        self.all_speculate = True
+        self._rounds: dict[int, _Stages] = {}
+        self._held: list[Tensor] = []  # that graphs read and write; held, so that their memory is not given away
+
+    def begin(self, root_B: Tensor, length_B: Tensor, speculate_B: Tensor) -> None:
+        """A request's prefill is done."""
+        self.root_B.copy_(root_B)
+        self.length_B.copy_(length_B)
+        self.live_B.fill_(True)
+        self.speculate_B.copy_(speculate_B)
+        held, proposer = self.engine.target.tensors(), self.engine._device_proposer
+        held += proposer.tensors() if proposer is not None else []
+        all_speculate = bool(speculate_B.all())
+        if [t.data_ptr() for t in held] != [t.data_ptr() for t in self._held] or all_speculate != self.all_speculate:
+            self._rounds, self._held, self.all_speculate = {}, held, all_speculate
+
+    def round(self, lengths: Sequence[int], unread: int, clock: _Clock) -> tuple[Tensor, Any]:
+        """Run one. lengths: as of the last round read, after which `unread` more were started. Returns (report, event: when it can be read).
+
+        The report [B, 2 + P] holds each row's count of emitted tokens (0 if it is finished), the nodes that were drafted for it, and the tokens.
+        """
+        engine, overlap = self.engine, self.engine.overlap
+        depth, nodes = (engine.proposer.max_depth, engine.proposer.num_nodes) if engine.proposer else (0, 1)
+        self.window.cover([n + 1 for n in lengths], (unread + 1) * (depth + 1))
+        longest = max(lengths) + unread * (depth + 1)
+        if not overlap:
+            stages = self._rounds.setdefault(0, _Stages(self, capture=False))
+            stages.extent, stages.lengths = Extent(longest, min(lengths) == longest), lengths
+        else:
+            visible = bucket(longest + nodes)
+            if visible not in self._rounds:
+                self._rounds[visible] = _Stages(self, capture=engine.target.device.type == "cuda")
+                self._rounds[visible].extent = Extent(visible - nodes, False)
+            stages = self._rounds[visible]
+        report_BR = stages.run(clock)
+        if not overlap or report_BR.device.type != "cuda":
+            return report_BR.clone(), None
+        there = torch.empty(report_BR.shape, dtype=report_BR.dtype, pin_memory=True)
+        there.copy_(report_BR, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return there, done
+
+
+class _Stages:
+    """A round's stages, each of which can be captured: they hand on tensors by attributes."""
+
+    extent: Extent
+    lengths: Sequence[int] | None = None  # if the host knows them exactly
+
+    _tree: DraftTree
+    _step: Step
+    _verdict: Verdict
+    _noise_BDV: Tensor | None
+    _logits_BNV: Tensor
+    _next_BP: Tensor
+    _count_B: Tensor
+    _start_B: Tensor
+    _report_BR: Tensor
+
+    def __init__(self, session: _Session, *, capture: bool) -> None:
+        self._session, self._engine = session, session.engine
+        pieces = {"propose": self._propose, "verify": self._verify, "judge": self._judge, "observe": self._observe}
+        self._pieces = {name: Replay(piece, capture=capture) for name, piece in pieces.items()}
+
+    def run(self, clock: _Clock) -> Tensor:
+        """All of them, one after the other. Returns the report."""
+        if self._engine._device_proposer is not None:
+            self._engine._device_proposer.extent = self.extent
+        for name, piece in self._pieces.items():
+            clock.start(name)
+            piece()
+        clock.stop()
+        return self._report_BR
+
+    def _propose(self) -> None:
+        session, proposer = self._session, self._engine.proposer
+        depth, shared = proposer.max_depth if proposer else 0, self._engine._shared
+        self._noise_BDV = None
+        if shared or proposer is None:  # the other rules draw on their own
+            at = [n + 1 for n in self.lengths] if self.lengths is not None else None
+            self._noise_BDV = session.window.after(session.length_B + 1, depth + 1) if at is None else session.window.at(at, depth + 1)
+        self._tree = proposer.propose(session.root_B, session.sampler, self._noise_BDV) if proposer else DraftTree.root_only(session.root_B)
+        if not session.all_speculate:
+            spared_B1 = session.speculate_B.unsqueeze(1)
+            valid_BN = spared_B1 if self._tree.valid_BN is None else self._tree.valid_BN & spared_B1
+            self._tree.valid_BN = valid_BN.expand(self._tree.tokens_BN.shape)
+
+    def _verify(self) -> None:
+        self._step = self._engine.target.verify(self._tree, self._session.length_B, self.extent)
+        self._logits_BNV = self._engine.target.logits(self._step.hidden_BNH)
+
+    def _judge(self) -> None:
+        session, tree = self._session, self._tree
+        verdict = self._verdict = self._engine._judge(tree, self._logits_BNV, session.sampler, self._noise_BDV, session.length_B)
+        self._engine.target.commit(tree, verdict.path_BP, session.length_B)
+        after_B1 = verdict.accepted_B.unsqueeze(1)
+        tokens_BP = tree.tokens_BN.gather(1, verdict.path_BP)
+        self._next_BP = torch.cat([tokens_BP[:, 1:], verdict.next_B.unsqueeze(1)], 1).scatter(1, after_B1, verdict.next_B.unsqueeze(1))
+        self._count_B = (verdict.accepted_B + 1) * session.live_B
+        self._start_B = session.length_B.clone()
+        session.sampler.emitted(self._next_BP, self._count_B)
+        session.length_B.add_(self._count_B)
+        session.root_B.copy_(torch.where(session.live_B, verdict.next_B, session.root_B))
+        valid_BN = torch.ones_like(tree.tokens_BN, dtype=torch.bool) if tree.valid_BN is None else tree.valid_BN
+        proposed_B = valid_BN[:, 1:].sum(1)
+        self._report_BR = torch.cat([self._count_B.unsqueeze(1), proposed_B.unsqueeze(1), self._next_BP], dim=1)
+
+    def _observe(self) -> None:
+        proposer, tree, path_BP, taps = self._engine.proposer, self._tree, self._verdict.path_BP, self._step.taps_BNF
+        if proposer is None:
+            return
+        if self._engine._logit_observer is not None:
+            live_BN = self._session.live_B.unsqueeze(1).expand(tree.tokens_BN.shape)
+            valid_BN = live_BN if tree.valid_BN is None else live_BN & tree.valid_BN
+            self._engine._logit_observer.observe_logits(tree.tokens_BN, self._logits_BNV, valid_BN)
+        taps_BPF = None if taps is None else taps.gather(1, path_BP.unsqueeze(-1).expand(-1, -1, taps.shape[-1]))
+        proposer.observe(Accepted(tree.tokens_BN.gather(1, path_BP), self._next_BP, taps_BPF, self._start_B, self._count_B))
 
 
 @dataclass(frozen=True)
@@ -245,10 +390,31 @@ class _Ends:
 
 
 class _Clock:
+    """Seconds of a round's stages. A GPU's are measured by events, which the host does not wait for before it is asked."""
+
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
 
     def now(self) -> float:
+        """The host's time, when the device has done what it was given."""
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+    def start(self, stage: str) -> None:
+        """A stage begins, and the one before ends."""
+        mark: Any = time.perf_counter()
+        if self._cuda:
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record()
+        self._marks.append((stage, mark))
+
+    def stop(self) -> None:
+        """The last stage ends."""
+        self.start("")
+
+    def seconds(self, stage: str) -> float:
+        """All of this stage's."""
+        pairs = [(one, two) for (name, one), (_, two) in itertools.pairwise(self._marks) if name == stage]
+        return float(sum(one.elapsed_time(two) / 1e3 if self._cuda else two - one for one, two in pairs))

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import UserError
 from .draw import iid_children, without_replacement_children
 from .length import DraftLength
-from .proposer import Accepted
+from .proposer import Accepted, Extent
 from .sampling import Sampler
 from .tree import DraftTree
 
@@ -32,23 +32,67 @@ class Grower(ABC):
     kind "iid" or "without_replacement" draws instead of choosing the best: `topk` children of the root, one child of every other node, so that the
     tree is `topk` chains side by side (2305.09781's token tree), for the verification rules that ask for a sampled draft.
 
-    A subclass keeps the cache, and sets in `observe`: `_hidden_BH`, from which the root's children are predicted, `_length_B`, its committed
-    entries, and `_longest`, their greatest number on the host.
+    A subclass keeps the cache of committed entries, and calls `_restart` in `reset` and `_remember` in `observe`.
     """
 
-    # Chains only: how deep each round's chain is, at most max_depth. None: always max_depth.
-    length: DraftLength | None = None
+    ahead = 0  # entries in the cache beyond the target's committed tokens
+    max_positions: int | None = None  # of the longest text that the model can follow; None: any
 
     def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         if kind != "deterministic":
             nodes = depth * topk
         self.kind = kind
+        self._policy: DraftLength | None = None
         candidates = topk + (depth - 1) * topk * topk
         if not depth <= nodes <= candidates:
             raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
         self.taps, self.max_depth, self.topk, self.num_nodes = taps, depth, topk, nodes + 1
-        self._hidden_BH = self._length_B = torch.empty(0)
-        self._longest = self._drafted = 0
+        self.extent = Extent(0, True)
+        self._hidden_BH = torch.empty(0)  # from which the root's children are predicted
+        self._length_B = torch.empty(0, dtype=torch.int64)  # entries in the cache
+        self._fresh, self._drafted = True, 0
+
+    @property
+    def asynchronous(self) -> bool:
+        """Unless a draft-length policy wants to know how the last round went."""
+        return self._policy is None
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept between calls. A subclass adds its cache."""
+        return [self._hidden_BH, self._length_B]
+
+    @property
+    def _entries(self) -> Extent:
+        """How far the cache's entries reach."""
+        return Extent(0, True) if self._fresh else Extent(self.extent.longest + self.ahead, self.extent.exact)
+
+    def _restart(self, batch: int, device: torch.device) -> None:
+        """No row has an entry."""
+        self._fresh = True
+        if self._length_B.shape != (batch,) or self._length_B.device != device:
+            self._length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._length_B.zero_()
+
+    def _remember(self, hidden_BMH: Tensor, count_B: Tensor) -> None:
+        """Take each row's last real column as what its next tree grows from. Rows that are finished bring nothing new."""
+        last_BH = hidden_BMH.gather(1, (count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
+        if self._hidden_BH.shape != last_BH.shape or self._hidden_BH.dtype != last_BH.dtype or self._hidden_BH.device != last_BH.device:
+            self._hidden_BH = last_BH.clone()
+        else:
+            self._hidden_BH.copy_(last_BH if self._fresh else torch.where((count_B > 0).unsqueeze(1), last_BH, self._hidden_BH))
+        self._length_B.add_(count_B)
+        self._fresh = False
+
+    @property
+    def length(self) -> DraftLength | None:
+        """How deep each round's chain is, at most max_depth. None: always max_depth. Raises UserError for trees and sampled drafts."""
+        return self._policy
+
+    @length.setter
+    def length(self, policy: DraftLength | None) -> None:
+        if policy is not None and (self.topk > 1 or self.kind != "deterministic"):
+            raise UserError(f"draft length: wanted a chain that is not sampled, got topk {self.topk}, kind {self.kind}; set no policy, or tree=chain")
+        self._policy = policy
 
     @abstractmethod
     def reset(self, batch: int, capacity: int) -> None:
@@ -70,7 +114,7 @@ class Grower(ABC):
 
     def _start(self, level: int) -> int | None:
         """The first slot of a level's nodes, if that is the same in all rows for sure."""
-        return self._longest + (level - 1) * self.topk if self._length_B.shape[0] == 1 else None
+        return self._entries.longest + (level - 1) * self.topk if self._entries.exact else None
 
     @abstractmethod
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
@@ -96,20 +140,35 @@ class Grower(ABC):
         ids_V = self._draft_ids()
         return draft_ids if ids_V is None else ids_V[draft_ids]
 
-    def _observe_length(self, accepted: Accepted, first: bool) -> None:
-        """Tell the policy how the last round went; rows that are finished say nothing. To be called by `observe`."""
-        if self.length is None:
+    def _observe_length(self, accepted: Accepted) -> None:
+        """Tell the policy how the last round went; rows that are finished say nothing. To be called by `observe`, before `_remember`."""
+        if self._policy is None:
             return
-        if first:
-            self.length.reset()
+        if self._fresh:
+            self._policy.reset()
         else:
-            self.length.observe(self._drafted, [count - 1 for count in accepted.count_B.tolist() if count])
+            self._policy.observe(self._drafted, [count - 1 for count in accepted.count_B.tolist() if count])
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         """Grow the tree below the root."""
         if self.kind != "deterministic":
             return self._sampled(root_B, sampler)
         return self._chain(root_B, sampler, noise_BDV) if self.topk == 1 else self._tree(root_B, sampler, noise_BDV)
+
+    def _below_root(self) -> tuple[Tensor, Tensor]:
+        """(slots that a tree's nodes see before any is drafted [B, K, L], each slot's position [B, L])."""
+        first_B1 = self._length_B.unsqueeze(1)
+        slot_L = torch.arange(self._entries.longest + self.max_depth * self.topk, device=first_B1.device)
+        key_BL = torch.where(slot_L < first_B1, slot_L, first_B1 + (slot_L - first_B1) // self.topk)
+        return (slot_L < first_B1).unsqueeze(1).expand(-1, self.topk, -1), key_BL
+
+    def _level(self, level: int, fed_BKH: Tensor, tokens_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one level's nodes: (hidden states, the slots that they see, their own too)."""
+        first_B1 = self._length_B.unsqueeze(1)
+        slots_BK = first_B1 + (level - 1) * self.topk + torch.arange(self.topk, device=first_B1.device)
+        allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
+        position_BK = (first_B1 + level - 1).expand(-1, self.topk)
+        return self._advance(fed_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL, self._start(level)), allowed_BKL
 
     def _draw(self, hidden_BKH: Tensor, sampler: Sampler, branching: int, first_node: int) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, K, branching], whether they exist, q over the target's vocabulary [B, K, V]) of the nodes from `first_node` on."""
@@ -127,19 +186,12 @@ class Grower(ABC):
 
     def _sampled(self, root_B: Tensor, sampler: Sampler) -> DraftTree:
         batch, k, device = root_B.shape[0], self.topk, root_B.device
-        lane_K = torch.arange(k, device=device)
         tokens, exists, q_BKV = self._draw(self._hidden_BH.unsqueeze(1), sampler, k, 0)
         tokens_BK, exists_BK = tokens.squeeze(1), exists.squeeze(1)
         all_tokens, all_exists, all_q = [root_B.unsqueeze(1), tokens_BK], [torch.ones_like(exists_BK[:, :1]), exists_BK], [q_BKV]
-        hidden_BKH, first_BK = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._length_B.unsqueeze(1)
-        slot_L = torch.arange(self._longest + self.max_depth * k, device=device)
-        key_BL = torch.where(slot_L < first_BK, slot_L, first_BK + (slot_L - first_BK) // k)
-        allowed_BKL = (slot_L < first_BK).unsqueeze(1).expand(-1, k, -1)
+        hidden_BKH, (allowed_BKL, key_BL) = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._below_root()
         for level in range(1, self.max_depth):
-            slots_BK = first_BK + (level - 1) * k + lane_K
-            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
-            position_BK = (first_BK + level - 1).expand(-1, k)
-            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL, self._start(level))
+            hidden_BKH, allowed_BKL = self._level(level, hidden_BKH, tokens_BK, allowed_BKL, key_BL)
             tokens, exists, q_BKV = self._draw(hidden_BKH, sampler, 1, 1 + (level - 1) * k)
             tokens_BK, exists_BK = tokens.squeeze(-1), exists_BK & exists.squeeze(-1)
             all_tokens.append(tokens_BK)
@@ -158,19 +210,20 @@ class Grower(ABC):
     def _chain(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         tokens = [root_B.unsqueeze(1)]
         hidden_BKH, first_BK = self._hidden_BH.unsqueeze(1), self._length_B.unsqueeze(1)
-        depth = self.max_depth if self.length is None else self.length.limit(self.max_depth)
-        slot_L = torch.arange(self._longest + depth, device=root_B.device)
+        depth = self.max_depth if self._policy is None else self._policy.limit(self.max_depth)
+        longest = self._entries.longest
+        slot_L = torch.arange(longest + depth, device=root_B.device)
         path_B1 = torch.ones(1)
         for level in range(depth):
             scores_BKV = self._scores(hidden_BKH, sampler, noise_BDV, level)
             tokens.append(self._target_ids(scores_BKV.argmax(-1)))
             if level < depth - 1:
-                if self.length is not None and self.length.needs_scores:
+                if self._policy is not None and self._policy.needs_scores:
                     p_BKV = scores_BKV.softmax(-1)
                     path_B1 = p_BKV.amax(-1) * path_B1
-                    if not self.length.goes_on(float(path_B1.max()), float(torch.special.entr(p_BKV).sum(-1).min())):
+                    if not self._policy.goes_on(float(path_B1.max()), float(torch.special.entr(p_BKV).sum(-1).min())):
                         break
-                slots_BK, seen_L = first_BK + level, slot_L[: self._longest + level + 1]
+                slots_BK, seen_L = first_BK + level, slot_L[: longest + level + 1]
                 allowed_BKL = (seen_L <= slots_BK).unsqueeze(1)
                 key_BL = seen_L.expand(root_B.shape[0], -1)
                 hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, key_BL, self._start(level + 1))
@@ -187,17 +240,11 @@ class Grower(ABC):
         tokens_BK, values_BK = (x.squeeze(1) for x in self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0))
         parent_BK = torch.zeros_like(tokens_BK)  # candidate ids: 0 is the root, then candidates in order of creation
         all_tokens, all_values, all_parents = [tokens_BK], [values_BK], [parent_BK]
-        made, first_BK = k, self._length_B.unsqueeze(1)
+        made = k
         chosen_BK = torch.arange(1, k + 1, device=device).expand(batch, k)  # candidate ids that this level expands
-        hidden_BKH = self._hidden_BH.unsqueeze(1).expand(-1, k, -1)
-        slot_L = torch.arange(self._longest + self.max_depth * k, device=device)
-        key_BL = torch.where(slot_L < first_BK, slot_L, first_BK + (slot_L - first_BK) // k)
-        allowed_BKL = (slot_L < first_BK).unsqueeze(1).expand(-1, k, -1)
+        hidden_BKH, (allowed_BKL, key_BL) = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._below_root()
         for level in range(1, self.max_depth):
-            slots_BK = first_BK + (level - 1) * k + torch.arange(k, device=device)
-            allowed_BKL = allowed_BKL.scatter(2, slots_BK.unsqueeze(-1), True)
-            position_BK = (first_BK + level - 1).expand(-1, k)
-            hidden_BKH = self._advance(hidden_BKH, tokens_BK, position_BK, slots_BK, allowed_BKL, key_BL, self._start(level))
+            hidden_BKH, allowed_BKL = self._level(level, hidden_BKH, tokens_BK, allowed_BKL, key_BL)
             child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
             flat_tokens = child_tokens.flatten(1)
             flat_values = (values_BK.unsqueeze(-1) + child_values).flatten(1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from .sampling import Sampler
 from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far rows reach, as the host knows it: none has more than `longest` committed tokens; exact: every row has just so many."""
+
+    longest: int
+    exact: bool
 
 
 @dataclass
@@ -43,4 +51,38 @@ class Proposer(Protocol):
         """A tree of at most `num_nodes` nodes, whose node 0 is root_B.
 
         noise_BDV[:, d] is the noise of the token that follows a node of depth d (None: greedy).
+        """
+
+
+@runtime_checkable
+class DeviceProposer(Proposer, Protocol):
+    """One with tensors as long as the rows: the engine tells it how far they reach, in `extent`, before every call but that after the prefill.
+
+    max_positions: the longest text that it can follow; None: any.
+
+    asynchronous: neither propose nor observe waits for the device, all shapes follow from `extent`, and what is kept between calls stays in the same
+    tensors, written in place. Then rounds follow each other without the host, and may be captured as graphs.
+    """
+
+    extent: Extent
+    max_positions: int | None
+
+    @property
+    def asynchronous(self) -> bool:
+        """See the class's docstring."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps between calls."""
+
+
+@runtime_checkable
+class LogitObserver(Protocol):
+    """A proposer that also learns from the logits of what was drafted. The engine, or a proposer around it, calls it if wants_logits is true."""
+
+    wants_logits: bool
+
+    def observe_logits(self, tokens_BN: Tensor, logits_BNV: Tensor, valid_BN: Tensor, parents_BN: Tensor | None = None) -> None:
+        """The target's raw logits after each node of the tree just verified; once a round, before or after `observe`.
+
+        valid_BN: nodes that exist, in rows that are not finished. parents_BN: None if the tree verified is the one this proposer proposed last.
         """

@@ -25,6 +25,7 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+NOISE_POSITIONS, NOISE_BYTES = 32, 2**28  # how much noise is made at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +117,32 @@ class Sampler:
         self._any_top_p = any(p.top_p < 1 for p in params)
         self._any_min_p = any(p.min_p > 0 for p in params)
         self.any_penalty = any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 or p.logit_bias for p in params)
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        self._penalties_B3 = torch.tensor([[getattr(p, name) for name in names] for p in params], dtype=torch.float32, device=device)
         self._prompt_BV = self._counts_BV = self._bias_BV = torch.empty(0)
+
+    @property
+    def kind(self) -> tuple[int | bool, ...]:
+        """Rows, and which operations they need: samplers of one kind do the same on other numbers."""
+        return (len(self.params), self.any_random, self._any_top_k, self._any_top_p, self._any_min_p, self.any_penalty)
+
+    def load(self, other: Sampler) -> None:
+        """Take the settings of a sampler of the same kind into the tensors that are there."""
+        assert self.kind == other.kind, "samplers of different kinds"
+        self.params = other.params
+        for name in ("seed_B", "random_B", "temperature_B", "top_k_B", "top_p_B", "min_p_B", "_penalties_B3"):
+            getattr(self, name).copy_(getattr(other, name))
 
     def begin(self, ids_BT: Tensor, length_B: Tensor, vocab_size: int) -> None:
         """A new request: penalties count the tokens of these right-padded prompts, and from now on those given to `emitted`."""
         if not self.any_penalty:
             return
         real_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < length_B.unsqueeze(1)
-        zero_BV = torch.zeros(len(self.params), vocab_size, device=self.device)
-        self._prompt_BV = zero_BV.scatter_add(1, ids_BT, real_BT.float())
-        self._counts_BV, self._bias_BV = zero_BV, zero_BV.clone()
+        if self._counts_BV.shape != (len(self.params), vocab_size):
+            self._prompt_BV, self._counts_BV, self._bias_BV = (torch.empty(len(self.params), vocab_size, device=self.device) for _ in range(3))
+        self._prompt_BV.zero_().scatter_add_(1, ids_BT, real_BT.float())
+        self._counts_BV.zero_()
+        self._bias_BV.zero_()
         for row, params in enumerate(self.params):
             for token, bias in params.logit_bias.items():
                 if token >= vocab_size:
@@ -136,10 +153,7 @@ class Sampler:
         """Each row emitted the first `count` of these tokens."""
         if self.any_penalty:
             real_BP = torch.arange(tokens_BP.shape[1], device=tokens_BP.device) < count_B.unsqueeze(1)
-            self._counts_BV = self._counts_BV.scatter_add(1, tokens_BP, real_BP.float())
-
-    def _column(self, name: str) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in self.params], dtype=torch.float32, device=self.device).view(-1, 1, 1)
+            self._counts_BV.scatter_add_(1, tokens_BP, real_BP.float())
 
     def _penalise(self, logits_BNV: Tensor, tree: DraftTree | None, ids_V: Tensor | None) -> Tensor:
         """Apply penalties and bias. tree: the nodes that logits follow, whose paths count as emitted; None: what was emitted is all there is."""
@@ -151,10 +165,10 @@ class Sampler:
             counts_BNV, prompt_BNV, bias_BNV = (table.index_select(-1, ids_V) for table in (counts_BNV, prompt_BNV, bias_BNV))
         size = logits_BNV.shape[-1]
         counts_BNV, prompt_BNV, bias_BNV = counts_BNV[..., :size], prompt_BNV[..., :size], bias_BNV[..., :size]
-        repetition = self._column("repetition_penalty")
+        repetition, presence, frequency = self._penalties_B3.view(-1, 3, 1, 1).unbind(1)
         repeated = torch.where(logits_BNV > 0, logits_BNV / repetition, logits_BNV * repetition)
         logits_BNV = torch.where((counts_BNV > 0) | (prompt_BNV > 0), repeated, logits_BNV)
-        logits_BNV = logits_BNV - self._column("presence_penalty") * (counts_BNV > 0) - self._column("frequency_penalty") * counts_BNV
+        logits_BNV = logits_BNV - presence * (counts_BNV > 0) - frequency * counts_BNV
         return logits_BNV + bias_BNV
 
     def noise(self, first_B: Tensor, count: int, vocab_size: int) -> Tensor | None:
@@ -211,28 +225,54 @@ class Sampler:
 class NoiseWindow:
     """A sampler's noise, made for many positions at once: the generator is a hundred small operations, which cost one position as much as thirty.
 
-    `positions` are made at once, fewer where [B, positions, V] would take more than `limit` bytes.
+    `positions` are made at once, fewer where [B, positions, V] would take more than `limit` bytes, but at least `least`, which is the most that may
+    be asked for, so that the noise stays in the same tensor.
     """
 
-    def __init__(self, sampler: Sampler, vocab_size: int, *, positions: int = 32, limit: int = 2**28) -> None:
+    def __init__(self, sampler: Sampler, vocab_size: int, *, least: int = 1, positions: int = NOISE_POSITIONS, limit: int = NOISE_BYTES) -> None:
         self._sampler, self._vocab_size = sampler, vocab_size
-        self._positions = max(1, min(positions, limit // (4 * vocab_size * len(sampler.params))))
-        self._first: list[int] = []
+        self._positions = max(least, min(positions, limit // (4 * vocab_size * len(sampler.params))))
+        self._first: list[int] = []  # each row's first position that is held, also on the device
+        self._first_B = torch.zeros(len(sampler.params), dtype=torch.int64, device=sampler.device)
         self._noise_BPV: Tensor | None = None
+
+    def forget(self) -> None:
+        """The sampler's settings have changed."""
+        self._first = []
+
+    def cover(self, first: Sequence[int], count: int) -> None:
+        """Make sure that positions first .. first + count - 1 of each row are held."""
+        if not self._sampler.any_random:
+            return
+        held = self._noise_BPV
+        if held is not None and self._first and all(low <= new <= low + held.shape[1] - count for low, new in zip(self._first, first, strict=True)):
+            return
+        self._first = list(first)
+        self._first_B.copy_(torch.tensor(self._first))
+        made = self._sampler.noise(self._first_B, max(count, self._positions), self._vocab_size)
+        assert made is not None
+        if held is not None and held.shape == made.shape:
+            held.copy_(made)  # a captured graph reads it where it is
+        else:
+            self._noise_BPV = made
 
     def at(self, first: Sequence[int], count: int) -> Tensor | None:
         """[B, count, V]: what `Sampler.noise` gives for positions first .. first + count - 1 of each row; None if all rows are greedy."""
-        if not self._sampler.any_random:
-            return None
+        self.cover(first, count)
         held = self._noise_BPV
-        if held is None or any(not low <= new <= low + held.shape[1] - count for low, new in zip(self._first, first, strict=True)):
-            self._first = list(first)
-            held = self._noise_BPV = self._sampler.noise(
-                torch.tensor(first, device=self._sampler.device), max(count, self._positions), self._vocab_size
-            )
-            assert held is not None
+        if held is None:
+            return None
         offset = [new - low for low, new in zip(self._first, first, strict=True)]
         if min(offset) == max(offset):
             return held[:, offset[0] : offset[0] + count]
-        column_BP = torch.tensor(offset, device=held.device).unsqueeze(1) + torch.arange(count, device=held.device)
-        return held[torch.arange(len(first), device=held.device).unsqueeze(1), column_BP]
+        return self._from(torch.tensor(offset, device=held.device), count)
+
+    def after(self, first_B: Tensor, count: int) -> Tensor | None:
+        """`at` for positions that only the device knows. They must be covered: of others, the last ones held are returned."""
+        return None if self._noise_BPV is None else self._from(first_B - self._first_B, count)
+
+    def _from(self, offset_B: Tensor, count: int) -> Tensor:
+        held = self._noise_BPV
+        assert held is not None
+        column_BP = (offset_B.unsqueeze(1) + torch.arange(count, device=held.device)).clamp(0, held.shape[1] - 1)
+        return held[torch.arange(held.shape[0], device=held.device).unsqueeze(1), column_BP]

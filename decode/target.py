@@ -3,7 +3,7 @@
 Training and decoding read features through this one class, so that a layer index or a norm cannot differ between them.
 
 Canonical tap index k, as in Hugging Face's `output_hidden_states`: 0 is the embedding, k = 1 .. L is the output of the k-th block (for k = L: before
-the final norm). Exporters convert to each engine's convention at the edge.
+the final norm), and k = L + 1 is the last hidden state after it, which lm_head reads. Exporters convert to each engine's convention at the edge.
 
 Dims: B batch, T sequence, N tree nodes, L cache slots, H hidden, F = taps * H, V vocabulary.
 """
@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .. import UserError
 from .cache import TreeCache
 from .fused import fuse
+from .proposer import Extent
 from .tree import DraftTree
 
 PREFILL_CHUNK = 1024  # bounds the prefill mask to [B, 1, 1024, L]
@@ -143,13 +144,15 @@ class Target:
 
     def set_taps(self, taps: Sequence[int]) -> None:
         """Capture the outputs of these layers (canonical k, see the module's docstring) in every forward pass from now on."""
-        bad = [k for k in taps if not 0 <= k <= self.num_layers]
+        bad = [k for k in taps if not 0 <= k <= self.num_layers + 1]
         if bad or list(taps) != sorted(set(taps)):
-            raise UserError(f"taps: wanted ascending layer indices in 0 .. {self.num_layers}, got {list(taps)}")
+            raise UserError(f"taps: wanted ascending layer indices in 0 .. {self.num_layers + 1}, got {list(taps)}")
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._captured = [], {}
         for k in taps:
+            if k > self.num_layers:
+                continue
             module = self.layers[k - 1] if k else self.embeddings
             self._hooks.append(module.register_forward_hook(self._capture(k)))
         self.taps = tuple(taps)
@@ -177,6 +180,7 @@ class Target:
                 past_key_values=cache,
                 use_cache=cache is not None,
             )
+        self._captured[self.num_layers + 1] = out.last_hidden_state
         taps_BNF = torch.cat([self._captured[k] for k in self.taps], dim=-1) if self.taps else None
         self._captured.clear()
         return Step(out.last_hidden_state, taps_BNF)
@@ -228,18 +232,19 @@ class Target:
         taps = [s.taps_BNF for s in steps if s.taps_BNF is not None]
         return Step(torch.cat([s.hidden_BNH for s in steps], 1), torch.cat(taps, 1) if taps else None)
 
-    def verify(self, tree: DraftTree, length_B: Tensor, max_length: int, uniform: bool) -> Step:
-        """One forward pass over the tree's N nodes, root at position `length`. Does not change what is committed.
+    def tensors(self) -> list[Tensor]:
+        """What is kept between calls: the cache's storage."""
+        return [] if self._cache is None else self._cache.tensors()
 
-        max_length: a host-side upper bound of length_B. uniform: every row has length max_length (allows a plain slice write).
-        """
-        visible = max_length + tree.num_nodes
-        if tree.num_nodes == 1 and uniform:  # plain decoding: everything that is visible may be seen, so no mask is made anew
+    def verify(self, tree: DraftTree, length_B: Tensor, extent: Extent) -> Step:
+        """One forward pass over the tree's N nodes, root at position `length`. Does not change what is committed. extent: of length_B."""
+        visible = extent.longest + tree.num_nodes
+        if tree.num_nodes == 1 and extent.exact:  # plain decoding: everything that is visible may be seen, so no mask is made anew
             return self._step(tree.tokens_BN, length_B.unsqueeze(1), visible)
         slots_BN = length_B.unsqueeze(1) + torch.arange(tree.num_nodes, device=length_B.device)
         position_BN = length_B.unsqueeze(1) + tree.depth_BN
         allowed_BNL, key_BL = tree_mask(tree, length_B, slots_BN, position_BN, visible)
-        return self.extend(tree.tokens_BN, position_BN, slots_BN, allowed_BNL, key_BL, max_length if uniform else None)
+        return self.extend(tree.tokens_BN, position_BN, slots_BN, allowed_BNL, key_BL, extent.longest if extent.exact else None)
 
     def _step(self, ids_B1: Tensor, position_B1: Tensor, visible: int) -> Step:
         """`verify` of one node a row, all rows of the same length."""

@@ -31,6 +31,7 @@ from .. import UserError, __version__
 from ..decode.engine import Engine, Generation
 from ..decode.free.lookup import PromptLookup
 from ..decode.prompts import eos_ids, render_prompt
+from ..decode.proposer import Extent
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
 from ..decode.tree import DraftTree
@@ -76,7 +77,7 @@ def verify_latencies(target: Target, prompt: Sequence[int], repeats: int) -> dic
         for n, tree in trees.items():
             _synchronise(target)
             began = time.perf_counter()
-            target.logits(target.verify(tree, length, len(prompt), True).hidden_BNH)
+            target.logits(target.verify(tree, length, Extent(len(prompt), True)).hidden_BNH)
             _synchronise(target)
             if repeat >= 2:  # warm-up
                 times[n].append(time.perf_counter() - began)

@@ -16,7 +16,7 @@ import transformers
 from .. import __version__
 from ..decode.engine import Engine, Generation
 from ..decode.prompts import eos_ids, render_prompt
-from ..decode.proposer import Proposer
+from ..decode.proposer import Extent, Proposer
 from ..decode.sampling import Sampler, SamplingParams
 from ..decode.target import Target
 from ..decode.tree import DraftTree
@@ -57,8 +57,12 @@ def kernel_bound(target: Target, prompt: Sequence[int], nodes: int) -> float:
     length = torch.tensor([base], device=target.device)
     target.allocate(1, ids.shape[1] + nodes + 1)
     target.prefill(ids[:, :base], length)
-    many = target.logits(target.verify(DraftTree.chain(ids[:, base:]), length, base, True).hidden_BNH)
-    one = [target.logits(target.verify(DraftTree.root_only(ids[:, base + i]), length + i, base + i, True).hidden_BNH)[:, 0] for i in range(nodes)]
+
+    def logits(tree: DraftTree, at: int) -> torch.Tensor:
+        return target.logits(target.verify(tree, length + (at - base), Extent(at, True)).hidden_BNH)
+
+    many = logits(DraftTree.chain(ids[:, base:]), base)
+    one = [logits(DraftTree.root_only(ids[:, base + i]), base + i)[:, 0] for i in range(nodes)]
     return float((many - torch.stack(one, 1)).abs().max()) * TIE_FACTOR
 
 
@@ -230,7 +234,7 @@ def _row(
     draft, verify, total = (sum(getattr(g.times, name) for g in ours_timed) for name in ("draft", "verify", "decode"))
     timed_rounds = sum(len(g.rounds[0]) for g in ours_timed)
     # The prefill's own observe() is part of the prefill, so draft and verify belong to the decode time entirely.
-    drafts_proposed = len(rounds) * (proposer.num_nodes - 1)
+    proposed = sum(r.proposed for r in rounds)
     return Row(
         suite=suite,
         temperature=temperature,
@@ -240,7 +244,7 @@ def _row(
         lossless=gate,
         tau=tau.value,
         tau_ci=(tau.lo, tau.hi),
-        acceptance_rate=sum(r.accepted for r in rounds) / drafts_proposed,
+        acceptance_rate=sum(r.accepted for r in rounds) / proposed if proposed else 0.0,
         conditional_acceptance=[reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, proposer.max_depth + 1)],
         tokens=sum(_decoded(g) for g in kept),
         tokens_per_second=TokensPerSecond(

@@ -22,6 +22,8 @@ from .. import UserError
 from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
+from .blocks import MLP, Attention, RMSNorm, rotate, unrolled_attention, within_documents
+from .head import Head, LayerConfig, head_sizes, layer_sizes
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -30,30 +32,13 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """Sizes of the head. taps: canonical k (`decode/target.py`), ascending; lm_head has draft_vocab_size rows."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    taps: tuple[int, ...]
-    target_vocab_size: int
-    draft_vocab_size: int
-    target_num_layers: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    max_positions: int = 2048
+class Eagle3Config(LayerConfig):
+    """Sizes of the head. Its taps are outputs of layers, as served heads' are: not the final norm."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))
-        if not self.taps or list(self.taps) != sorted(set(self.taps)) or not 0 <= self.taps[0] <= self.taps[-1] <= self.target_num_layers:
+        if self.taps and self.taps[-1] > self.target_num_layers:
             raise UserError(f"drafter.taps: wanted ascending layers in 0 .. {self.target_num_layers} (the target's), got {list(self.taps)}")
-        if not 1 <= self.draft_vocab_size <= self.target_vocab_size:
-            raise UserError(f"drafter.draft_vocab_size: wanted 1 .. {self.target_vocab_size} (the target's vocabulary), got {self.draft_vocab_size}")
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise UserError(f"drafter.num_heads: wanted a multiple of num_kv_heads {self.num_kv_heads} and an even head_dim, got {self.num_heads}")
+        super().__post_init__()
 
     @classmethod
     def for_target(
@@ -67,95 +52,11 @@ class Eagle3Config:
         num_kv_heads: int | None = None,
     ) -> Eagle3Config:
         """Sizes that follow the target where none is given."""
-        config = target.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") if isinstance(rope, dict) else None
-        heads = num_heads or config.num_attention_heads
         return cls(
-            hidden_size=target.hidden_size,
-            intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
-            num_heads=heads,
-            num_kv_heads=num_kv_heads or (heads if num_heads else getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
             taps=tuple(taps) if taps is not None else default_taps(target.num_layers),
-            target_vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab_size or target.vocab_size,
-            target_num_layers=target.num_layers,
-            rope_theta=float(theta or getattr(config, "rope_theta", None) or 10000.0),
-            max_positions=target.max_positions or 2048,
+            **head_sizes(target, draft_vocab_size),
+            **layer_sizes(target, intermediate_size, num_heads, num_kv_heads),
         )
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 as Llama does."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * functional.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Projections of the head's attention; the input is [embedding; hidden], twice the width."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_dim
-        double = 2 * config.hidden_size
-        self.q_proj = nn.Linear(double, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(double, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(double, self.kv_heads * self.width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.width, config.hidden_size, bias=False)
-        inverse = config.rope_theta ** (-torch.arange(0, self.width, 2, dtype=torch.float32) / self.width)
-        self.register_buffer("inverse_frequency", inverse, persistent=False)
-        self.inverse_frequency: Tensor
-
-    def project(self, x_BMW: Tensor, position_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, heads, M, width], rotated keys and values [B, kv_heads, M, width]."""
-        batch, pairs, _ = x_BMW.shape
-        query = self.q_proj(x_BMW).view(batch, pairs, self.heads, self.width).transpose(1, 2)
-        key = self.k_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
-        value = self.v_proj(x_BMW).view(batch, pairs, self.kv_heads, self.width).transpose(1, 2)
-        cos, sin = (table.to(query.dtype).unsqueeze(1) for table in self.rotary(position_BM))
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
-
-    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [..., width] of positions, in float32."""
-        angle = torch.cat([position.float().unsqueeze(-1) * self.inverse_frequency] * 2, dim=-1)
-        return angle.cos(), angle.sin()
-
-    def expand(self, states: Tensor) -> Tensor:
-        """Repeat kv heads to match the query heads."""
-        return states if self.kv_heads == self.heads else states.repeat_interleave(self.heads // self.kv_heads, dim=1)
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """[B, heads, M, width] -> [B, M, H]."""
-        merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return merged
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class MLP(nn.Module):
-    """Llama's gated MLP."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class MidLayer(nn.Module):
@@ -163,7 +64,7 @@ class MidLayer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -180,54 +81,22 @@ class MidLayer(nn.Module):
         return out
 
 
-class Eagle3(nn.Module):
-    """The head. Its embeddings are the target's, frozen and not saved: `bind` attaches them."""
+class Eagle3(Head):
+    """The head. Its embeddings are the target's."""
 
     method = "eagle3"
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.ones(config.target_vocab_size, dtype=torch.bool))
-        self.d2t: Tensor
-        self.t2d: Tensor
-        self._embed: list[nn.Module] = []  # in a list, so that it is no submodule: never trained, never saved
 
-    def bind(self, target: Target) -> Eagle3:
-        """Use the target's embeddings. Returns self."""
-        self._embed = [target.embeddings]
-        return self
-
-    def set_draft_vocabulary(self, ids: Tensor, target: Target | None = None) -> None:
-        """Choose the draft vocabulary: ascending distinct target ids [V]. With a target, lm_head starts from the target's rows."""
-        ids = ids.sort().values.to(self.d2t.device)
-        if ids.numel() != self.config.draft_vocab_size or torch.unique(ids).numel() != ids.numel():
-            raise UserError(f"draft vocabulary: wanted {self.config.draft_vocab_size} distinct ids, got {torch.unique(ids).numel()} of {ids.numel()}")
-        self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
-        self.t2d.zero_()
-        self.t2d[ids] = True
-        if target is not None:
-            with torch.no_grad():
-                rows = target.lm_head.weight
-                assert isinstance(rows, Tensor)
-                self.lm_head.weight.copy_(rows[ids])
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[V] target id of each draft id."""
-        return torch.arange(self.d2t.numel(), device=self.d2t.device) + self.d2t
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """The target's embeddings in the head's dtype."""
-        assert self._embed, "bind(target) comes first"
-        with torch.no_grad():
-            out: Tensor = self._embed[0](ids)
-        return out.to(self.fc.weight.dtype)
+    def output_layers(self) -> list[nn.Linear]:
+        """The one output layer."""
+        return [self.lm_head]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] over the draft vocabulary, from pre-norm outputs."""
@@ -242,32 +111,19 @@ class Eagle3(nn.Module):
         """
         attention = self.midlayer.self_attn
         hidden = self.fc(taps_BTF.to(self.fc.weight.dtype))
-        total = ids_BT.shape[1]
-        causal = torch.ones(total, total, dtype=torch.bool, device=ids_BT.device).tril()
-        allowed = (causal & (document_BT.unsqueeze(1) == document_BT.unsqueeze(2))).unsqueeze(1)
+        allowed = within_documents(document_BT)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         outputs = []
         for k in range(steps):
-            ids = torch.cat([ids_BT[:, k + 1 :], ids_BT.new_zeros(ids_BT.shape[0], min(k + 1, total))], dim=1)
+            ids = torch.cat([ids_BT[:, k + 1 :], ids_BT.new_zeros(ids_BT.shape[0], min(k + 1, ids_BT.shape[1]))], dim=1)
             x = self.midlayer.inputs(self.embed(ids), hidden)
             query, key, value = attention.project(x, position_BT + k)
             keys.append(attention.expand(key))
             values.append(attention.expand(value))
-            scale = attention.width**-0.5
-            scores = (query @ keys[0].transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
-            diagonal = [(query * later).sum(-1, keepdim=True) * scale for later in keys[1:]]
-            weights = torch.cat([scores, *diagonal], dim=-1).float().softmax(-1).to(query.dtype)
-            mixed = weights[..., :total] @ values[0]
-            for index, later in enumerate(values[1:]):
-                mixed = mixed + weights[..., total + index : total + index + 1] * later
-            hidden = self.midlayer.finish(hidden, attention.output(mixed))
+            hidden = self.midlayer.finish(hidden, attention.output(unrolled_attention(query, keys, values, allowed)))
             outputs.append(hidden)
         return outputs
-
-    def forward(self, taps_BTF: Tensor, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, steps: int) -> list[Tensor]:
-        """`training_outputs`, where wrappers for several processes expect it."""
-        return self.training_outputs(taps_BTF, ids_BT, position_BT, document_BT, steps)
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> Eagle3Proposer:
         """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes. kind: see `Grower`."""
@@ -316,25 +172,22 @@ class Eagle3Proposer(Grower):
             self._values = torch.zeros_like(self._keys)
             tables = self.head.midlayer.self_attn.rotary(torch.arange(slots, device=weight.device))
             self._cos, self._sin = (table.to(weight.dtype) for table in tables)
-        self._length_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        self._longest = 0
+        self._restart(batch, weight.device)
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept between calls."""
+        return [*super().tensors(), self._keys, self._values, self._cos, self._sin]
 
     def observe(self, accepted: Accepted) -> None:
         """Run the head over the new (feature, next token) pairs; remember the output of each row's last one."""
         assert accepted.taps_BMF is not None
-        self._observe_length(accepted, self._longest == 0)
-        head, count = self.head, accepted.tokens_BM.shape[1]
-        column = torch.arange(count, device=accepted.tokens_BM.device)
-        slots_BM = self._length_B.unsqueeze(1) + column
-        visible = self._longest + count
-        allowed_BML = torch.arange(visible, device=column.device) <= slots_BM.unsqueeze(-1)
+        self._observe_length(accepted)
+        head, entries, count = self.head, self._entries, accepted.tokens_BM.shape[1]
+        slots_BM = self._length_B.unsqueeze(1) + torch.arange(count, device=accepted.tokens_BM.device)
+        allowed_BML = torch.arange(entries.longest + count, device=slots_BM.device) <= slots_BM.unsqueeze(-1)
         fed = head.fc(accepted.taps_BMF.to(head.fc.weight.dtype))
-        hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML, self._longest if len(accepted.count_B) == 1 else None)
-        last_BH = hidden_BMH.gather(1, (accepted.count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
-        stands = (accepted.count_B > 0).unsqueeze(1)  # finished rows bring nothing new
-        self._hidden_BH = last_BH if self._longest == 0 else torch.where(stands, last_BH, self._hidden_BH)
-        self._length_B = self._length_B + accepted.count_B
-        self._longest = int(self._length_B.max())
+        hidden_BMH = self._run(fed, accepted.next_BM, slots_BM, slots_BM, allowed_BML, entries.longest if entries.exact else None)
+        self._remember(hidden_BMH, accepted.count_B)
 
     def _run(self, fed_BMH: Tensor, ids_BM: Tensor, position_BM: Tensor, slots_BM: Tensor, allowed_BML: Tensor, start: int | None = None) -> Tensor:
         """One pass of the head: hidden states fed and tokens in, pre-norm outputs [B, M, H] out; K/V go to `slots`."""
@@ -343,7 +196,7 @@ class Eagle3Proposer(Grower):
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         x = layer.inputs(self.head.embed(ids_BM), fed_BMH).flatten(0, 1)
         mixed = x.mm(self._qkv).view(batch, count, -1, width).transpose(1, 2)
-        turned = _rotate(mixed[:, : heads + kv_heads], self._cos[position_BM].unsqueeze(1), self._sin[position_BM].unsqueeze(1))
+        turned = rotate(mixed[:, : heads + kv_heads], self._cos[position_BM].unsqueeze(1), self._sin[position_BM].unsqueeze(1))
         if start is None:
             rows = torch.arange(batch, device=ids_BM.device).unsqueeze(1)
             self._keys[rows, :, slots_BM] = turned[:, heads:].transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -27,9 +28,10 @@ from ..decode.free.suffix import SuffixAutomaton
 from ..decode.proposer import Proposer
 from ..decode.target import Target
 from .eagle3 import Eagle3, Eagle3Config
+from .head import Head
 from .standalone import Standalone
 
-METHODS = {"eagle3": (Eagle3, Eagle3Config)}
+METHODS: dict[str, tuple[type[Head], type[Any]]] = {"eagle3": (Eagle3, Eagle3Config)}
 FILES = ("config.json", "model.safetensors", "contract.json")
 
 
@@ -111,16 +113,24 @@ def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, A
     folder = Path(name)
     if (folder / "contract.json").is_file():
         return load_drafter(folder, target)
-    if folder.is_dir() and (folder / "config.json").is_file() and "model_type" in json.loads((folder / "config.json").read_text()):
-        pass
-    elif folder.exists() or str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
+    hub_name = not folder.exists() and str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
+    if not hub_name and not _is_model(folder):
         raise UserError(
             f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, one of {', '.join(FREE)}, "
-            "retrieval:FOLDER or hybrid:A+B; "
-            "give a run's drafter/ folder"
+            "retrieval:FOLDER or hybrid:A+B; give a run's drafter/ folder"
         )
     draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
     return Standalone(draft).bind(target), {"draft_model": {"name": str(name), "fingerprint": draft.fingerprint()}}
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it holds a transformers model. Raises UserError if its config.json cannot be read."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise UserError(f"drafter {folder}: wanted a readable config.json, got a damaged one ({error})") from error
 
 
 def _open_retrieval(folder: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
@@ -143,13 +153,29 @@ def _open_hybrid(names: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
     return Pair(one, other), {"first": its, "second": theirs}
 
 
-def save_drafter(drafter: Eagle3, folder: Path, contract: dict[str, Any]) -> None:
+def new_head(method: str, target: Target, settings: dict[str, Any]) -> Head:
+    """An untrained head of a method for a target. settings: those of its `for_target`; None stands for what follows from the target.
+
+    Raises UserError for an unknown method, and for a setting that the method does not have.
+    """
+    if method not in METHODS:
+        raise UserError(f"drafter.method: wanted one of {', '.join(METHODS)}, got {method}")
+    made, config = METHODS[method]
+    known = inspect.signature(config.for_target).parameters
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in known:
+            raise UserError(f"drafter.{name}: wanted null, as the method {method} has no such setting, got {given[name]}")
+    return made(config.for_target(target, **given)).to(target.device).bind(target)
+
+
+def save_drafter(drafter: Head, folder: Path, contract: dict[str, Any]) -> None:
     """Write the native folder. It appears whole or not at all: a sibling is written, synced and renamed."""
     draft = folder.with_name(folder.name + ".partial")
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
-    config = {"method": drafter.method, **dataclasses.asdict(drafter.config)}
+    config = {"method": drafter.method, **dataclasses.asdict(drafter.sizes)}
     save_file({k: v.detach().contiguous().cpu() for k, v in drafter.state_dict().items()}, draft / "model.safetensors")
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (draft / "contract.json").write_text(json.dumps(contract, indent=2) + "\n")
@@ -164,7 +190,7 @@ def save_drafter(drafter: Eagle3, folder: Path, contract: dict[str, Any]) -> Non
         shutil.rmtree(old)
 
 
-def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None) -> tuple[Eagle3, dict[str, Any]]:
+def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None) -> tuple[Head, dict[str, Any]]:
     """(drafter bound to its target, contract). Raises UserError for a folder that is none, is damaged, or belongs to another target."""
     folder = Path(folder)
     missing = [name for name in FILES if not (folder / name).is_file()]

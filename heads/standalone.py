@@ -99,40 +99,40 @@ def check_tokenizers(draft: Target, target: Target) -> None:
 class StandaloneProposer(Grower):
     """Grows chains and dynamic trees with a draft model. Its cache holds every token up to and including the root."""
 
+    ahead = 1  # the root
+
     def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.draft, self._vocab_size, self._target_vocab_size = model.draft, model.vocab_size, model.target_vocab_size
+        self.max_positions = model.draft.max_positions
 
     def memory(self, batch: int, capacity: int) -> int:
         """Bytes that the draft's cache will grow by after `reset`."""
         return cache_growth(self.draft, batch, capacity + self.max_depth * self.topk)
 
     def reset(self, batch: int, capacity: int) -> None:
-        """Make room for the tokens and one tree. Raises UserError if the draft has fewer positions than the text."""
-        limit, text = self.draft.max_positions, capacity - self.num_nodes - self.max_depth - 1
-        if limit is not None and text > limit:
-            raise UserError(f"prompt + max_new_tokens: wanted at most the draft model's {limit} positions, got {text}; shorten one of them")
+        """Make room for the tokens and one tree."""
         self.draft.allocate(batch, capacity + self.max_depth * self.topk)
-        self._length_B = torch.zeros(batch, dtype=torch.int64, device=self.draft.device)
-        self._longest = 0
+        self._restart(batch, self.draft.device)
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept between calls."""
+        return [*super().tensors(), *self.draft.tensors()]
 
     def observe(self, accepted: Accepted) -> None:
         """Run the draft over the tokens that are new to it: the prompt's first, and then what follows each accepted token."""
-        first = self._longest == 0
-        self._observe_length(accepted, first)
+        first, entries = self._fresh, self._entries
+        self._observe_length(accepted)
         ids_BM = torch.cat([accepted.tokens_BM[:, :1], accepted.next_BM], dim=1) if first else accepted.next_BM
         count_B = accepted.count_B + 1 if first else accepted.count_B
         ids_BM = ids_BM.clamp(max=self.draft.vocab_size - 1)  # padding rows of the target's table that the draft's lacks
         columns = ids_BM.shape[1]
         slots_BM = self._length_B.unsqueeze(1) + torch.arange(columns, device=ids_BM.device)
-        slot_L = torch.arange(self._longest + columns, device=ids_BM.device)
+        slot_L = torch.arange(entries.longest + columns, device=ids_BM.device)
         allowed_BML = slot_L <= slots_BM.unsqueeze(-1)
-        start = self._longest if ids_BM.shape[0] == 1 else None
+        start = entries.longest if entries.exact else None
         hidden_BMH = self.draft.extend(ids_BM, slots_BM, slots_BM, allowed_BML, slot_L.expand(ids_BM.shape[0], -1), start).hidden_BNH
-        last_BH = hidden_BMH.gather(1, (count_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, hidden_BMH.shape[-1])).squeeze(1)
-        self._hidden_BH = last_BH if first else torch.where((count_B > 0).unsqueeze(1), last_BH, self._hidden_BH)
-        self._length_B = self._length_B + count_B
-        self._longest = int(self._length_B.max())
+        self._remember(hidden_BMH, count_B)
 
     def _advance(
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None

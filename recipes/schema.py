@@ -76,10 +76,15 @@ class Drafter(Section):
     init: Text | None = None  # folder of a drafter to continue from
     taps: Annotated[list[Count], Items(distinct=True)] | None = None  # k indexes Hugging Face's hidden_states: 0 embeddings, k after layer k
     draft_vocab_size: Size | None = None  # null: the whole vocabulary
-    num_layers: Size = 1
+    num_layers: Size | None = None
     intermediate_size: Size | None = None
     num_heads: Size | None = None
     num_kv_heads: Size | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the method is asked for; None where the target decides. Which of them a method knows is the method's affair."""
+        return {name: value for name, value in vars(self).items() if name not in ("method", "init")}
 
     def check_together(self) -> None:
         if self.num_heads is not None and self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
@@ -110,14 +115,19 @@ class Data(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Section):
-    """The training objective."""
+    """The training objective; null is its own default."""
 
     section = "objective"
-    name: Text = "eagle3"
-    steps: Size = 4  # of the training-time test
-    step_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.8  # weight of step i: step_decay ** i
-    normaliser: Literal["per_sequence", "per_token"] = "per_sequence"
-    chunk_tokens: Size = 1024  # tokens whose logits are held at once
+    name: Text | None = None  # null: the method's own
+    steps: Size | None = None  # unrolled steps of the training-time test
+    step_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] | None = None  # weight of step i: step_decay ** i
+    normaliser: Literal["per_sequence", "per_token"] | None = None
+    chunk_tokens: Size | None = None  # tokens whose logits are held at once
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the objective is asked for; None stands for its own default."""
+        return {name: value for name, value in vars(self).items() if name != "name"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..decode.prompts import eos_ids, render_prompt
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
 from ..eval.suites import load_suite
-from .objectives.eagle3 import Batch
+from .objectives.common import Batch
 
 if TYPE_CHECKING:
     from ..recipes.schema import Data
@@ -108,9 +108,16 @@ def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
 def batches(sequences: Sequences, size: int, seed: int, shard: int = 0, shards: int = 1, whole: bool = False) -> Iterator[Batch]:
     """Endless padded batches of `size` sequences for this shard, which sees every `shards`-th sequence, in a new order every epoch.
 
+    All shards see equally many: what is left over, fewer than `shards` sequences, is never seen, and so is what does not fill an epoch's last batch.
     whole: learn to draft the prompts' tokens too, as the target would continue them, not those of the responses only.
+    Raises UserError if there are fewer sequences than shards.
     """
-    mine = range(shard, len(sequences) - len(sequences) % shards or len(sequences), shards)
+    if len(sequences) < shards:
+        raise UserError(f"data.num_prompts: wanted one or more for each of {shards} processes, got {len(sequences)}; start fewer processes")
+    return _batches(sequences, size, seed, range(shard, len(sequences) - len(sequences) % shards, shards), whole)
+
+
+def _batches(sequences: Sequences, size: int, seed: int, mine: range, whole: bool) -> Iterator[Batch]:
     generator, epoch = torch.Generator(), 0
     while True:
         generator.manual_seed(seed * 1_000_003 + epoch)

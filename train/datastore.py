@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from .. import UserError
@@ -103,10 +104,9 @@ def _jsonl(tokenizer: PreTrainedTokenizerBase, path: Path) -> Iterator[str]:
             texts = [entry["text"]] if "text" in entry else _conversation(tokenizer, entry["messages"])
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError("text is no string")
-        except UserError:
-            raise
-        except Exception as error:  # what a chat template raises on a strange conversation is its own affair
-            raise UserError(f'{path}:{number}: wanted {{"text": ..}} or {{"messages": [..]}}, got {line[:80]!r}') from error
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, TemplateError) as error:  # chat templates refuse in many ways
+            wanted = '{"text": ..} or {"messages": [..]} that the chat template takes'
+            raise UserError(f"{path}:{number}: wanted {wanted}, got {line[:80]!r} ({type(error).__name__}: {error})") from error
         yield from texts
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..decode.target import Step, Target
-from .objectives.eagle3 import Batch
+from .objectives.common import Batch
 
 
 class Features:

@@ -28,14 +28,16 @@ from ..decode.target import Target
 from ..eval.harness import Settings, build_report, choose_threads, evaluate
 from ..eval.report import Report, read_report, terminal_table, write_report
 from ..eval.suites import load_suite
-from ..heads.eagle3 import Eagle3, Eagle3Config
+from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
-from ..heads.registry import load_drafter, save_drafter
+from ..heads.head import Head
+from ..heads.registry import load_drafter, new_head, save_drafter
 from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
 from .features import Features
 from .language_model import schedule, train_language_model
-from .objectives.eagle3 import Eagle3Objective
+from .objectives import OBJECTIVES
+from .objectives.common import Objective
 from .optimizers import muon_and_adamw
 
 console = Console()
@@ -159,9 +161,10 @@ def check_launch() -> None:
 
 def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
-    unknown = [name for name in recipe.export.formats if name != "vllm"]
+    known = ["vllm"] if recipe.drafter.method == "eagle3" else []
+    unknown = [name for name in recipe.export.formats if name not in known]
     if unknown:
-        raise UserError(f"export.formats: wanted vllm, got {', '.join(unknown)}")
+        raise UserError(f"export.formats: wanted [{', '.join(known)}] for the method {recipe.drafter.method}, got [{', '.join(unknown)}]")
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
     main_process = accelerator.is_main_process
     if _finished(folder):
@@ -201,36 +204,19 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
     """The training loop: step / log / measure by real decoding / keep the best."""
     train, main_process = recipe.train, accelerator.is_main_process
     torch.manual_seed(train.seed)
-    wanted = recipe.drafter
-    if wanted.method != "eagle3" or recipe.objective.name != "eagle3":
-        raise UserError(f"drafter.method: wanted eagle3, got {wanted.method} with objective {recipe.objective.name}")
     if train.keep_last != 1:
         raise UserError(f"train.keep_last: wanted 1, got {train.keep_last}; resuming is not supported yet, so only the best checkpoint is kept")
-    if wanted.num_layers != 1:
-        raise UserError(f"drafter.num_layers: wanted 1, got {wanted.num_layers}")
     if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
         raise UserError(f"train.micro_batch_size: wanted at most batch_size / processes, got {train.micro_batch_size} on {accelerator.num_processes}")
-    drafter: Eagle3
-    if wanted.init:
-        drafter, _ = load_drafter(wanted.init, target, dtype=torch.float32)
+    objective = make_objective(recipe)
+    if recipe.drafter.init:
+        drafter, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
+        if drafter.method != recipe.drafter.method:
+            raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {drafter.method}")
         drafter.train()
     else:
-        config = Eagle3Config.for_target(
-            target,
-            taps=wanted.taps,
-            draft_vocab_size=wanted.draft_vocab_size,
-            intermediate_size=wanted.intermediate_size,
-            num_heads=wanted.num_heads,
-            num_kv_heads=wanted.num_kv_heads,
-        )
-        drafter = Eagle3(config).to(accelerator.device).bind(target)
-        drafter.set_draft_vocabulary(frequent_tokens(sequences, config.draft_vocab_size, config.target_vocab_size), target)
-    objective = Eagle3Objective(
-        steps=recipe.objective.steps,
-        step_decay=recipe.objective.step_decay,
-        normaliser=recipe.objective.normaliser,
-        chunk_tokens=recipe.objective.chunk_tokens,
-    )
+        drafter = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+        drafter.set_draft_vocabulary(frequent_tokens(sequences, drafter.sizes.draft_vocab_size, drafter.sizes.target_vocab_size), target)
     betas = (train.betas[0], train.betas[1])
     optimizers: list[torch.optim.Optimizer]
     if train.optimizer == "muon":
@@ -249,7 +235,7 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
-        "taps": list(drafter.config.taps),
+        "taps": list(drafter.taps),
         "recipe": recipe.name,
         "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
     }
@@ -265,14 +251,14 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
                     drafter.eval()
                     tau = measured_tau(recipe, target, drafter)
                     drafter.train()
-                    target.set_taps(drafter.config.taps)
+                    target.set_taps(drafter.taps)
                 _log(metrics_file, accelerator, {"step": step, "measured_tau": tau})
                 if tau > best["tau"]:
                     best = {"tau": tau, "step": step}
                     save_drafter(drafter, folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
             if last_step or late:
                 break
-            target.set_taps(drafter.config.taps)
+            target.set_taps(drafter.taps)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = train.lr * _lr_factor(train.lr_schedule, step, train.steps, warmup)
             total = 0.0
@@ -310,6 +296,14 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
     }
 
 
+def make_objective(recipe: DrafterRecipe) -> Objective:
+    """The objective that the recipe names, or the method's own. Raises UserError if there is none of that name, or for settings it does not have."""
+    name = recipe.objective.name or recipe.drafter.method
+    if name not in OBJECTIVES:
+        raise UserError(f"objective.name: wanted one of {', '.join(OBJECTIVES)}, got {name}")
+    return OBJECTIVES[name].of(recipe.objective.settings)
+
+
 def _lr_factor(kind: str, step: int, steps: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
@@ -326,11 +320,11 @@ def _log(handle: Any, accelerator: Accelerator, entry: dict[str, float]) -> None
     accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
 
 
-def _proposer(drafter: Eagle3, decode: Decode) -> Any:
+def _proposer(drafter: Head, decode: Decode) -> Any:
     return drafter.proposer(tree=decode.tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
 
 
-def measured_tau(recipe: DrafterRecipe, target: Target, drafter: Eagle3) -> float:
+def measured_tau(recipe: DrafterRecipe, target: Target, drafter: Head) -> float:
     """tau on development prompts by the engine that users run: greedy and sampled rows in one batch."""
     assert target.tokenizer is not None
     suite = load_suite(recipe.eval.suite, recipe.eval.dev_prompts, split="dev", prompt_chars=recipe.eval.prompt_chars, seed=recipe.eval.seed)
@@ -381,6 +375,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
     report = build_report(target, description, suite, settings, rows, samples, figures, threads)
     write_report(report, folder / "eval")
     for name in recipe.export.formats:
+        assert isinstance(drafter, Eagle3)  # checked before training
         vllm.export(drafter, contract, folder / "export" / name, recipe.decode.depth)
     return report
 

@@ -7,7 +7,6 @@ the sampling noise, since they sample nothing. Each row has its own text and len
 from __future__ import annotations
 
 from .datastore import Datastore, build_datastore, load_datastore
-from .drafts import LogitObserver
 from .hybrid import Hybrid
 from .lookahead import Lookahead
 from .lookup import PromptLookup
@@ -18,7 +17,6 @@ from .suffix import SuffixAutomaton
 __all__ = [
     "Datastore",
     "Hybrid",
-    "LogitObserver",
     "Lookahead",
     "PromptLookup",
     "Retrieval",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +19,6 @@ from ..tree import DraftTree
 
 # One row's draft: (token, parent) of nodes 1, 2, ...; parents precede children, 0 is the root.
 Draft = list[tuple[int, int]]
-
-
-class LogitObserver(Protocol):
-    """A proposer that also learns from the logits of what was drafted. The engine, or a proposer around it, calls it if wants_logits is true."""
-
-    wants_logits: bool
-
-    def observe_logits(self, tokens_BN: Tensor, logits_BNV: Tensor, valid_BN: Tensor, parents_BN: Tensor | None = None) -> None:
-        """The target's raw logits after each node of the tree just verified; once a round, before or after `observe`.
-
-        valid_BN: nodes that exist, in rows that are not finished. parents_BN: None if the tree verified is the one this proposer proposed last.
-        """
 
 
 def require(name: str, value: float, least: float, most: float | None = None) -> None:

@@ -6,15 +6,14 @@ Dims: B batch, N nodes (root included), M tokens processed, H hidden, F taps * H
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 from torch import Tensor
 
-from ..proposer import Accepted, Proposer
+from ..proposer import Accepted, DeviceProposer, Extent, LogitObserver, Proposer
 from ..sampling import Sampler
 from ..tree import DraftTree
 from ..trees import merge_trees
-from .drafts import LogitObserver, require
+from .drafts import require
 
 
 class Hybrid:
@@ -33,9 +32,33 @@ class Hybrid:
         self.num_nodes = (most if nodes is None else nodes) + 1
         self.max_depth = max(first.max_depth, second.max_depth)
         self.taps = tuple(sorted({*first.taps, *second.taps}))
-        self._observers = [cast(LogitObserver, proposer) for proposer in (first, second) if getattr(proposer, "wants_logits", False)]
+        self._observers = [proposer for proposer in (first, second) if isinstance(proposer, LogitObserver) and proposer.wants_logits]
         self.wants_logits = bool(self._observers)
         self._parents_BN: Tensor | None = None
+        self._extent = Extent(0, True)
+        limits = [half.max_positions for half in (first, second) if isinstance(half, DeviceProposer) and half.max_positions is not None]
+        self.max_positions = min(limits, default=None)
+
+    @property
+    def extent(self) -> Extent:
+        """How far rows reach; both halves are told."""
+        return self._extent
+
+    @extent.setter
+    def extent(self, extent: Extent) -> None:
+        self._extent = extent
+        for half in (self.first, self.second):
+            if isinstance(half, DeviceProposer):
+                half.extent = extent
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether both halves are."""
+        return all(isinstance(half, DeviceProposer) and half.asynchronous for half in (self.first, self.second))
+
+    def tensors(self) -> list[Tensor]:
+        """What both keep."""
+        return [tensor for half in (self.first, self.second) if isinstance(half, DeviceProposer) for tensor in half.tensors()]
 
     def memory(self, batch: int, capacity: int) -> int:
         """Bytes that both halves' caches will take more than they hold."""

@@ -239,5 +239,5 @@ def test_bad_input_is_refused() -> None:
         Engine(target).generate([PROMPTS[0]], SamplingParams(), 2, stop_strings=["x"])
     with pytest.raises(UserError, match="temperature: wanted a finite number >= 0, got -1"):
         SamplingParams(temperature=-1)
-    with pytest.raises(UserError, match=r"wanted ascending layer indices in 0 \.\. 4, got \[3, 9\]"):
+    with pytest.raises(UserError, match=r"wanted ascending layer indices in 0 \.\. 5, got \[3, 9\]"):
         target.set_taps([3, 9])

@@ -25,7 +25,7 @@ from draftsmith.decode.free import (
 from draftsmith.decode.free.datastore import SEPARATOR, Datastore, sort_suffixes
 from draftsmith.decode.free.drafts import Trie, continuation
 from draftsmith.decode.free.suffix import Automaton
-from draftsmith.decode.proposer import Accepted, Proposer
+from draftsmith.decode.proposer import Accepted, LogitObserver, Proposer
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.decode.tree import DraftTree
@@ -91,27 +91,13 @@ def store(tmp_path_factory: pytest.TempPathFactory, plain: dict[float, list[list
     return build_datastore(documents, tmp_path_factory.mktemp("free") / "store", "a-tokenizer")
 
 
-class Relay:
-    """Passes the logits of every verified tree on to a proposer, whether the engine does so or not.
+class Watched:
+    """Passes everything on to a proposer, and looks at every tree."""
 
-    The engine asks the target for logits right after verifying the tree that was proposed last.
-    """
-
-    def __init__(self, inner: Proposer, target: Target, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, inner: Proposer) -> None:
         self.inner = inner
         self.taps, self.max_depth, self.num_nodes = inner.taps, inner.max_depth, inner.num_nodes
-        self.tree: DraftTree | None = None
-        logits = Target.logits
-
-        def relayed(hidden: Tensor) -> Tensor:
-            out = logits(target, hidden)
-            if self.tree is not None and hasattr(inner, "observe_logits"):
-                valid = torch.ones_like(self.tree.tokens_BN, dtype=torch.bool) if self.tree.valid_BN is None else self.tree.valid_BN
-                inner.observe_logits(self.tree.tokens_BN, out, valid)
-            self.tree = None
-            return out
-
-        patch.setattr(target, "logits", relayed)
+        self.wants_logits = isinstance(inner, LogitObserver) and inner.wants_logits
 
     def reset(self, batch: int, capacity: int) -> None:
         self.inner.reset(batch, capacity)
@@ -119,12 +105,16 @@ class Relay:
     def observe(self, accepted: Accepted) -> None:
         self.inner.observe(accepted)
 
+    def observe_logits(self, tokens_BN: Tensor, logits_BNV: Tensor, valid_BN: Tensor, parents_BN: Tensor | None = None) -> None:
+        assert isinstance(self.inner, LogitObserver)
+        self.inner.observe_logits(tokens_BN, logits_BNV, valid_BN, parents_BN)
+
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        self.tree = self.inner.propose(root_B, sampler, noise_BDV)
-        self.tree.check_integrity()
-        assert self.tree.num_nodes <= self.num_nodes and self.tree.max_depth <= self.max_depth
-        assert torch.equal(self.tree.tokens_BN[:, 0], root_B)
-        return self.tree
+        tree = self.inner.propose(root_B, sampler, noise_BDV)
+        tree.check_integrity()
+        assert tree.num_nodes <= self.num_nodes and tree.max_depth <= self.max_depth
+        assert torch.equal(tree.tokens_BN[:, 0], root_B)
+        return tree
 
 
 class Tapped:
@@ -174,9 +164,8 @@ def test_output_is_token_identical_to_plain_decoding(
     tiny: Target,
     plain: dict[float, list[list[int]]],
     store: Datastore,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    proposer = Relay(PROPOSERS[name](store), tiny, monkeypatch)
+    proposer = Watched(PROPOSERS[name](store))
     out = Engine(tiny, proposer).generate(PROMPTS[:batch], sampling(temperature)[:batch], NEW)
     assert out.tokens == plain[temperature][:batch]
     if temperature == 0 or "retrieval" in name or name == "hybrid":  # a random model at temperature 1 repeats nothing
@@ -184,10 +173,10 @@ def test_output_is_token_identical_to_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ["lookup", "lookup-tree", "suffix", "suffix-tree", "retrieval", "lookahead", "hybrid"])
-def test_a_row_drafts_in_a_batch_as_it_does_alone(name: str, tiny: Target, store: Datastore, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = Engine(tiny, Relay(PROPOSERS[name](store), tiny, monkeypatch)).generate(PROMPTS, sampling(0.0), NEW)
+def test_a_row_drafts_in_a_batch_as_it_does_alone(name: str, tiny: Target, store: Datastore) -> None:
+    together = Engine(tiny, Watched(PROPOSERS[name](store))).generate(PROMPTS, sampling(0.0), NEW)
     for row, prompt in enumerate(PROMPTS):
-        alone = Engine(tiny, Relay(PROPOSERS[name](store), tiny, monkeypatch)).generate([prompt], SamplingParams(), NEW)
+        alone = Engine(tiny, Watched(PROPOSERS[name](store))).generate([prompt], SamplingParams(), NEW)
         assert alone.rounds[0] == together.rounds[row]
 
 
@@ -200,12 +189,10 @@ def repetitive(embedded: Target) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_repetitive_text_is_really_accelerated(
-    name: str, embedded: Target, repetitive: tuple[list[int], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repetitive_text_is_really_accelerated(name: str, embedded: Target, repetitive: tuple[list[int], list[int]], tmp_path: Path) -> None:
     prompt, answer = repetitive
     proposer = PROPOSERS[name](build_datastore([prompt], tmp_path / "store", "a-tokenizer"))
-    out = Engine(embedded, Relay(proposer, embedded, monkeypatch)).generate([prompt], SamplingParams(), 20)
+    out = Engine(embedded, Watched(proposer)).generate([prompt], SamplingParams(), 20)
     assert out.tokens == [answer]
     assert accepted_of(out) >= len(out.rounds[0])  # at least one draft token a round
 

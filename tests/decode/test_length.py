@@ -11,7 +11,7 @@ import torch
 from draftsmith import UserError
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.length import Acceptance, Additive, Confidence, DraftLength, Entropy, Latencies
-from draftsmith.decode.proposer import Accepted
+from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.heads.standalone import Standalone
@@ -40,7 +40,7 @@ def tiny(seed: int, scale: float = 24) -> Target:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_changes_a_token(name: str, temperature: float) -> None:
+def test_no_policy_changes_a_token(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(0)
     params = [SamplingParams(temperature=temperature, seed=i) for i in range(3)]
     plain = Engine(target).generate(PROMPTS, params, 30).tokens
@@ -55,7 +55,7 @@ def test_no_policy_changes_a_token(name: str, temperature: float) -> None:
             depths.append(tree.max_depth)
             return tree
 
-        proposer.propose = watched  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(proposer, "propose", watched)
         assert Engine(target, proposer).generate(PROMPTS, params, 30).tokens == plain
         assert min(depths) >= 1 and max(depths) <= 6 and len(set(depths)) > 1  # it really decided something
 
@@ -107,6 +107,7 @@ def test_confidence_stops_where_the_path_becomes_unlikely() -> None:
                 proposer.reset(1, 64)
                 length_B = torch.tensor([len(prompt)])
                 proposer.observe(Accepted(ids, torch.tensor([[*prompt[1:], root]]), None, torch.zeros(1, dtype=torch.int64), length_B))
+                proposer.extent = Extent(len(prompt), True)
                 tree = proposer.propose(torch.tensor([root]), Sampler([SamplingParams()], "cpu"), None)
                 text, probability = [*prompt, root], 1.0
                 for _ in range(8):
@@ -118,6 +119,14 @@ def test_confidence_stops_where_the_path_becomes_unlikely() -> None:
             assert tree.tokens_BN[0].tolist() == text[len(prompt) :]
             seen.add(tree.max_depth)
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("settings", [{"tree": "dynamic", "depth": 3, "topk": 2, "nodes": 6}, {"depth": 3, "kind": "iid"}])
+def test_policies_are_refused_where_they_would_be_ignored(settings: dict[str, Any]) -> None:
+    proposer = Standalone(tiny(3)).proposer(**settings)
+    with pytest.raises(UserError, match="draft length: wanted a chain that is not sampled"):
+        proposer.length = Additive()
+    assert proposer.length is None
 
 
 def test_bad_settings_are_refused() -> None:

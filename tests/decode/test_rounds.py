@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.decode.engine import Engine
-from draftsmith.decode.proposer import Accepted
+from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.decode.tree import DraftTree
@@ -83,7 +83,7 @@ def test_a_round_is_what_whole_passes_give(windowed: bool, drawn: tuple[Any, ...
         target.prefill(torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts]), length_B)
         tree = DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), nodes - 1)
         tree.check_integrity()
-        got = target.verify(tree, length_B, max(lengths), uniform=len(set(lengths)) == 1).hidden_BNH
+        got = target.verify(tree, length_B, Extent(max(lengths), len(set(lengths)) == 1)).hidden_BNH
         paths: list[list[list[int]]] = []
         for row in range(batch):
             paths.append([[tokens[row][0]]])
@@ -98,7 +98,7 @@ def test_a_round_is_what_whole_passes_give(windowed: bool, drawn: tuple[Any, ...
         kept = [len(paths[row][leaves[row]]) for row in range(batch)]
         after_B = length_B + torch.tensor(kept)
         after = after_B.tolist()
-        got = target.verify(DraftTree.root_only(torch.full((batch,), 3)), after_B, max(after), uniform=len(set(after)) == 1).hidden_BNH[:, 0]
+        got = target.verify(DraftTree.root_only(torch.full((batch,), 3)), after_B, Extent(max(after), len(set(after)) == 1)).hidden_BNH[:, 0]
         want = whole_pass(target, [[*texts[row], *paths[row][leaves[row]], 3] for row in range(batch)])
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from draftsmith import UserError
 from draftsmith.decode.engine import Engine
+from draftsmith.decode.growth import Kind
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.decode.verify import RULES
@@ -42,10 +43,11 @@ def law(target: Target, params: SamplingParams) -> torch.Tensor:
     return joint
 
 
-CASES = [
+KINDS: tuple[Kind, ...] = ("deterministic", "iid", "without_replacement")
+CASES: list[tuple[str, Kind, int]] = [
     (rule, kind, topk)
     for rule in RULES
-    for kind in ("deterministic", "iid", "without_replacement")
+    for kind in KINDS
     for topk in (1, 2)
     if not rule.startswith(("lossy", "greedy")) and ("chain" if topk == 1 and kind != "deterministic" else kind) in RULES[rule].kinds
 ]
@@ -53,7 +55,7 @@ CASES = [
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9}], ids=["T1", "T0.7"])
 @pytest.mark.parametrize(("rule", "kind", "topk"), CASES)
-def test_the_law_of_what_is_generated_is_the_targets(rule: str, kind: Any, topk: int, settings: dict[str, Any]) -> None:
+def test_the_law_of_what_is_generated_is_the_targets(rule: str, kind: Kind, topk: int, settings: dict[str, Any]) -> None:
     target, draft = tiny(0), tiny(1)
     params = [SamplingParams(seed=7000 + row, **settings) for row in range(ROWS)]
     proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)
@@ -96,7 +98,7 @@ def test_sampled_drafts_at_temperature_0_are_greedy() -> None:
     target, draft = tiny(0), tiny(1)
     plain = Engine(target).generate([PROMPT], SamplingParams(), 12).tokens
     for rule, kind, topk in CASES:
-        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)  # type: ignore[arg-type]
+        proposer = Standalone(draft).bind(target).proposer(tree="chain" if topk == 1 else "dynamic", depth=2, topk=topk, nodes=2 * topk, kind=kind)
         assert Engine(target, proposer, rule=rule).generate([PROMPT], SamplingParams(), 12).tokens == plain, rule
 
 

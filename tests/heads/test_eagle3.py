@@ -16,7 +16,8 @@ from draftsmith.heads.eagle3 import Eagle3, Eagle3Config, default_taps
 from draftsmith.heads.registry import load_drafter, save_drafter
 from draftsmith.recipes.schema import TargetRef
 from draftsmith.train.losses import chunked_soft_cross_entropy, soft_cross_entropy
-from draftsmith.train.objectives.eagle3 import Batch, Eagle3Objective
+from draftsmith.train.objectives.common import Batch
+from draftsmith.train.objectives.eagle3 import Eagle3Objective
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith import UserError
 from draftsmith.decode.engine import Engine, Round
-from draftsmith.decode.proposer import Accepted
+from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
+from draftsmith.heads.registry import open_drafter
 from draftsmith.heads.standalone import Standalone, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
@@ -45,7 +47,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family: str, temperature
     plain = Engine(target).generate(PROMPTS, params, 31)
     out = Engine(target, Standalone(tiny(family)).bind(target).proposer(**CHAIN)).generate(PROMPTS, params, 31)
     assert out.tokens == plain.tokens
-    assert all(r == Round(4, 5) for rounds in out.rounds for r in rounds) and len(out.rounds[0]) == 6
+    assert all(r == Round(4, 5, 4) for rounds in out.rounds for r in rounds) and len(out.rounds[0]) == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
@@ -63,6 +65,7 @@ def test_the_grown_tree_is_the_one_found_without_a_cache(family: str) -> None:
     with torch.no_grad():
         proposer.reset(2, 64)
         proposer.observe(Accepted(ids, following, None, torch.zeros_like(length_B), length_B))
+        proposer.extent = Extent(int(length_B.max()), False)
         tree = proposer.propose(root_B, Sampler([SamplingParams()] * 2, "cpu"), None)
         for row, prompt in enumerate(prompts):
             level: dict[tuple[int, ...], float] = {(): 0.0}
@@ -106,7 +109,7 @@ def test_the_target_drafts_with_some_of_its_layers(family: str) -> None:
     params = [SamplingParams(temperature=1.0, seed=i) for i in range(len(PROMPTS))]
     plain = Engine(target).generate(PROMPTS, params, 16).tokens
     out = Engine(target, whole).generate(PROMPTS, params, 16)
-    assert out.tokens == plain and all(r == Round(4, 5) for rounds in out.rounds for r in rounds)  # all layers: the target itself
+    assert out.tokens == plain and all(r == Round(4, 5, 4) for rounds in out.rounds for r in rounds)  # all layers: the target itself
     part = early_exit(target, [1, 3])
     assert Engine(target, part.proposer(**CHAIN)).generate(PROMPTS, params, 16).tokens == plain
     # The layers are the target's second and fourth, not copies.
@@ -129,5 +132,14 @@ def test_bad_drafts_are_refused() -> None:
     with pytest.raises(UserError, match=r"wanted the tokenizer of target llama, got one in which 1 tokens differ \(such as 'b'\)"):
         Standalone(draft).bind(target)
     draft.tokenizer = target.tokenizer
-    with pytest.raises(UserError, match="at most the draft model's 32 positions, got 49"):
+    with pytest.raises(UserError, match="at most the drafter's 32 positions, got 49"):
         Engine(target, Standalone(draft).bind(target).proposer(depth=2)).generate([PROMPTS[0]], SamplingParams(), 40)
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{damaged")
+    with pytest.raises(UserError, match=r"wanted a readable config\.json, got a damaged one"):
+        open_drafter(tmp_path, tiny("llama"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="wanted a drafter's folder"):
+        open_drafter(tmp_path, tiny("llama"))

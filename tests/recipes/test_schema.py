@@ -206,7 +206,7 @@ def test_an_unknown_key_in_a_file_is_named_with_its_section() -> None:
             "train.trackers: wanted a list (each item one of wandb, tensorboard) with at least 0 items, all different, got ",
         ),
         ("train.max_hours=0", "train.max_hours: wanted null or a number > 0, got 0"),
-        ("objective.step_decay=0", "objective.step_decay: wanted a number > 0 and <= 1, got 0"),
+        ("objective.step_decay=0", "objective.step_decay: wanted null or a number > 0 and <= 1, got 0"),
         ("eval.temperatures=[-0.5]", "eval.temperatures: wanted a number >= 0, got -0.5"),
         ("eval.temperatures=0.5", "eval.temperatures: wanted a list (each item a number >= 0) with at least 1 item, all different, got 0.5"),
         ("eval.batch=[4, 4]", "eval.batch: wanted a list (each item an integer >= 1) with at least 1 item, all different, got [4, 4]"),

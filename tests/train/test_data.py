@@ -65,6 +65,11 @@ def test_batches_cover_an_epoch_and_mask_prompts_and_padding() -> None:
     assert torch.equal(everything.loss_BT, everything.document_BT == 0)
 
 
+def test_fewer_sequences_than_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="data.num_prompts: wanted one or more for each of 3 processes, got 2"):
+        batches([([1, 2], 1), ([3, 4], 1)], 1, seed=0, shard=2, shards=3)
+
+
 def test_the_draft_vocabulary_is_the_most_frequent_response_tokens() -> None:
     sequences = [([9, 9, 9, 4, 4, 7], 3), ([1, 4, 6], 1)]
     assert frequent_tokens(sequences, 2, 12).tolist() == [4, 6]  # 4 three times; of 6 and 7, once each, the lower id; 9 is in a prompt

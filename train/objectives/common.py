@@ -1,0 +1,118 @@
+"""What objectives share: the batch, which predictions are judged by which of the target's distributions, and how they are weighed.
+
+Dims: B batch, T sequence, S steps (of an unrolled head, or heads), N judged places, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ... import UserError
+from ...decode.target import Step, Target
+from ...heads.head import Head
+
+
+@dataclass
+class Batch:
+    """ids_BT, loss_BT (bool: the token is one that the drafter should learn to draft), position_BT, document_BT (-1: padding).
+
+    sequence_B: a number for each row's content, if rows come again: row r of any batch with the same number is the same sequence.
+    """
+
+    ids_BT: Tensor
+    loss_BT: Tensor
+    position_BT: Tensor
+    document_BT: Tensor
+    sequence_B: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """What training minimises. step_decay: step s weighs step_decay^s over the sum of all. normaliser: mean within each sequence first, or over all
+    tokens. chunk_tokens: places whose logits are held at once.
+    """
+
+    step_decay: float = 0.8
+    normaliser: Literal["per_sequence", "per_token"] = "per_sequence"
+    chunk_tokens: int = 1024
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics). `model` is `drafter`, possibly wrapped for several processes; `step`: the batch's features, if they are there already.
+
+        Teacher-forced metrics are no acceptance rates, and are not called so.
+        """
+
+    @classmethod
+    def of(cls, settings: dict[str, object]) -> Self:
+        """With these settings, None standing for the method's own. Raises UserError for one that this objective does not have."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                raise UserError(f"objective.{name}: wanted null, as the objective {cls.name} has no such setting, got {given[name]}")
+        return cls(**given)  # type: ignore[arg-type]
+
+    def weights(self, kept_SN: Tensor, row_N: Tensor, rows: int) -> Tensor:
+        """[S, N] float32 weights: a step's sum to its share of the decay, evenly over its tokens, or over its sequences first."""
+        kept = kept_SN.float()
+        if self.normaliser == "per_token":
+            share_SN = kept / kept.sum(1, keepdim=True).clamp(min=1)
+        else:
+            count_SB = torch.zeros(kept.shape[0], rows, device=kept.device).index_add_(1, row_N, kept)
+            share_SN = kept / count_SB.clamp(min=1)[:, row_N] / (count_SB > 0).sum(1, keepdim=True).clamp(min=1)
+        decay_S = self.step_decay ** torch.arange(kept.shape[0], device=kept.device, dtype=torch.float32)
+        return share_SN * (decay_S / decay_S.sum()).unsqueeze(1)
+
+
+def judged(batch: Batch, back: int) -> Tensor:
+    """[B, T] places m whose target distribution, that of token m + 1, judges a prediction made at place m - back.
+
+    They lie in one document, and token m + 1 is one to learn.
+    """
+    judged_BT = torch.zeros_like(batch.loss_BT)
+    if batch.ids_BT.shape[1] < back + 2:
+        return judged_BT
+    first, last = batch.document_BT[:, : batch.document_BT.shape[1] - 1 - back], batch.document_BT[:, 1 + back :]
+    judged_BT[:, back:-1] = batch.loss_BT[:, 1 + back :] & (first == last) & (first >= 0)
+    return judged_BT
+
+
+@dataclass
+class Places:
+    """The places of a batch that some step is judged at: N of them, numbered row * T + position (place_N).
+
+    judged_SN: by which steps. features_NH: the target's last hidden states there. best_N: its own greedy choices.
+    """
+
+    place_N: Tensor
+    judged_SN: Tensor
+    features_NH: Tensor
+    best_N: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, judged_SBT: Tensor, step: Step, target: Target, chunk: int) -> Places:
+        """Find them; logits are formed `chunk` places at a time."""
+        place_N = judged_SBT.any(0).flatten().nonzero().squeeze(1)
+        features_NH = step.hidden_BNH.flatten(0, 1)[place_N]
+        chunks = torch.split(features_NH, chunk) if len(place_N) else ()
+        best_N = torch.cat([target.logits(part).argmax(-1) for part in chunks]) if chunks else place_N
+        return cls(place_N, judged_SBT.flatten(1)[:, place_N], features_NH, best_N)
+
+    def gathered(self, hidden_SBT: list[Tensor], back: list[int]) -> Tensor:
+        """[S, N, H] each step's hidden states at the places that predict what is judged here: place m - back[s]."""
+        return torch.stack([hidden.flatten(0, 1)[(self.place_N - b).clamp(min=0)] for hidden, b in zip(hidden_SBT, back, strict=True)])
+
+    @torch.no_grad()
+    def probs(self, target: Target, ids_V: Tensor, start: int, stop: int) -> Tensor:
+        """[C, V] the target's distributions over the draft vocabulary, renormalised, of places start .. stop - 1."""
+        return target.logits(self.features_NH[start:stop])[:, ids_V].float().softmax(-1)
