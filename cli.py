@@ -65,6 +65,7 @@ def eval_command(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; measured if not given")] = None,
     eager: Annotated[bool, typer.Option(help="time transformers' own generate too")] = True,
+    other: Annotated[list[str] | None, typer.Option(help="another drafter, on the timed prompts; may be given several times")] = None,
     seed: int = 0,
 ) -> None:
     """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
@@ -89,6 +90,7 @@ def eval_command(
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
     head, contract = open_drafter(drafter, loaded)
+    others = {name: open_drafter(name, loaded)[0] for name in other or []}
     settings = Settings(
         temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
     )
@@ -96,8 +98,13 @@ def eval_command(
     assert loaded.tokenizer is not None
     used = choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), settings)
     with console.status("evaluation") as status:
-        rows, samples = evaluate(
-            loaded, proposer, prompts, settings, lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts")
+        measured = evaluate(
+            loaded,
+            proposer,
+            prompts,
+            settings,
+            lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts"),
+            {name: other.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes) for name, other in others.items()},
         )
     description = {
         "method": head.method,
@@ -107,11 +114,11 @@ def eval_command(
         "nodes": proposer.num_nodes - 1,
         "contract": contract,
     }
-    report = build_report(loaded, description, prompts, settings, rows, samples, None, used)
+    report = build_report(loaded, description, prompts, settings, measured, None, used)
     files = write_report(report, out)
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)
-    raise typer.Exit(1 if any(row.lossless.status == "fail" for row in report.results) else 0)
+    raise typer.Exit(1 if report.failed else 0)
 
 
 @app.command()

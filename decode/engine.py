@@ -88,6 +88,16 @@ class Engine:
         self.overlap = able and target.device.type == "cuda" if overlap is None else overlap
         self._kept: _Session | None = None  # the last request's, whose graphs the next one may replay
 
+    @property
+    def max_depth(self) -> int:
+        """Greatest depth of a round's tree."""
+        return self.proposer.max_depth if self.proposer else 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Most nodes that a round verifies, root included."""
+        return self.proposer.num_nodes if self.proposer else 1
+
     @torch.no_grad()
     def generate(
         self,
@@ -111,7 +121,7 @@ class Engine:
         target, proposer, device = self.target, self.proposer, self.target.device
         target.set_taps(proposer.taps if proposer else ())
         ends = _Ends(set(eos_ids), list(stop_strings), max_new_tokens, target.tokenizer)
-        depth, nodes = (proposer.max_depth, proposer.num_nodes) if proposer else (0, 1)
+        depth, nodes = self.max_depth, self.num_nodes
         batch, longest = len(prompts), max(len(p) for p in prompts)
         capacity = longest + max_new_tokens + nodes + (depth + 1) * (1 + self.overlap)  # a finished row runs on until the host has noticed
         capacity = bucket(capacity) if self.overlap else capacity
@@ -230,8 +240,7 @@ class _Session:
 
     def __init__(self, engine: Engine, sampler: Sampler, capacity: int) -> None:
         self.engine, self.sampler, self.capacity = engine, sampler, capacity
-        depth = engine.proposer.max_depth if engine.proposer else 0
-        self.window = NoiseWindow(sampler, engine.target.vocab_size, least=(depth + 1) * (1 + engine.overlap))
+        self.window = NoiseWindow(sampler, engine.target.vocab_size, least=(engine.max_depth + 1) * (1 + engine.overlap))
         rows = sampler.seed_B
         self.root_B, self.length_B = torch.zeros_like(rows), torch.zeros_like(rows)
         self.live_B, self.speculate_B = torch.ones_like(rows, dtype=torch.bool), torch.ones_like(rows, dtype=torch.bool)
@@ -257,7 +266,7 @@ class _Session:
         The report [B, 2 + P] holds each row's count of emitted tokens (0 if it is finished), the nodes that were drafted for it, and the tokens.
         """
         engine, overlap = self.engine, self.engine.overlap
-        depth, nodes = (engine.proposer.max_depth, engine.proposer.num_nodes) if engine.proposer else (0, 1)
+        depth, nodes = engine.max_depth, engine.num_nodes
         self.window.cover([n + 1 for n in lengths], (unread + 1) * (depth + 1))
         longest = max(lengths) + unread * (depth + 1)
         if not overlap:
@@ -312,7 +321,7 @@ class _Stages:
 
     def _propose(self) -> None:
         session, proposer = self._session, self._engine.proposer
-        depth, shared = proposer.max_depth if proposer else 0, self._engine._shared
+        depth, shared = self._engine.max_depth, self._engine._shared
         self._noise_BDV = None
         if shared or proposer is None:  # the other rules draw on their own
             at = [n + 1 for n in self.lengths] if self.lengths is not None else None

@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..decode.proposer import Extent, Proposer
 from ..decode.sampling import Sampler, SamplingParams
 from ..decode.target import Target
 from ..decode.tree import DraftTree
-from .report import Cost, Lossless, OutputBucket, Piece, Report, Row, Sample, Speedup, SpeedupEndToEnd, Tie, TimeSplit, TokensPerSecond
+from .schema import Cost, Lossless, Other, OutputBucket, Piece, Report, Row, Sample, Speedup, SpeedupEndToEnd, Tie, TimeSplit, TokensPerSecond
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import Suite
 
@@ -152,43 +152,63 @@ def choose_threads(target: Target, prompt: Sequence[int], settings: Settings, st
     return {"threads": best, "thread_calibration_ms": {str(n): round(ms, 2) for n, ms in milliseconds.items()}}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found: one row a temperature at batch 1, and one sample text each; rows of the other drafters."""
+
+    rows: list[Row]
+    samples: list[Sample]
+    others: list[Other]
+
+
 def evaluate(
-    target: Target, proposer: Proposer, suite: Suite, settings: Settings, progress: Callable[[str, int, int], None] = lambda *_: None
-) -> tuple[list[Row], list[Sample]]:
-    """One row a temperature at batch 1, and one sample text each. progress(label, done, all) is called after every prompt."""
+    target: Target,
+    proposer: Proposer,
+    suite: Suite,
+    settings: Settings,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+    others: Mapping[str, Proposer] | None = None,
+) -> Measured:
+    """Measure a proposer, and `others` on the timed prompts in the same turns. progress(label, done, all) is called after every prompt."""
     assert target.tokenizer is not None
     prompts = [render_prompt(target.tokenizer, messages) for messages in suite.prompts]
     stops = eos_ids(target.model)
-    plain, spec = Engine(target), Engine(target, proposer)
-    rows, samples = [], []
+    engines = {"": Engine(target, proposer)} | {name: Engine(target, other) for name, other in (others or {}).items()}
+    plain = Engine(target)
+    measured = Measured([], [], [Other(drafter=name, results=[]) for name in others or {}])
     for temperature in settings.temperatures:
         label = f"T={temperature:g}"
         params = [SamplingParams(temperature=temperature, seed=settings.seed + i) for i in range(len(prompts))]
         timed = len(prompts) if settings.timed_prompts is None else min(settings.timed_prompts, len(prompts))
-        for engine in (plain, spec):  # warm-up
+        for engine in (plain, *engines.values()):  # warm-up
             engine.generate([prompts[0]], params[0], min(16, settings.max_new_tokens), eos_ids=stops)
         if settings.eager:
             _eager(target, prompts[0], params[0], Settings(max_new_tokens=min(16, settings.max_new_tokens)), stops)
-        ours: list[Generation] = []
+        ours: dict[str, list[Generation]] = {name: [] for name in engines}
         base: list[Generation] = []
         eager: list[tuple[int, float]] = []
         for index, prompt in enumerate(prompts[:timed]):
-            pair = [(spec, ours), (plain, base)]
-            for engine, into in pair if index % 2 else pair[::-1]:  # neither side always runs on the other's warm caches
+            turns = [*((engine, ours[name]) for name, engine in engines.items()), (plain, base)]
+            for engine, into in turns if index % 2 else turns[::-1]:  # neither side always runs on the other's warm caches
                 into.append(engine.generate([prompt], params[index], settings.max_new_tokens, eos_ids=stops))
             if settings.eager:
                 eager.append(_eager(target, prompt, params[index], settings, stops))
             progress(label, index + 1, len(prompts))
+        for other in measured.others:
+            want, got = ([g.tokens[0] for g in generations[:timed]] for generations in (base, ours[other.drafter]))
+            gate = _gate(target, prompts[:timed], want, got, params[:timed], engines[other.drafter].num_nodes)
+            depth = engines[other.drafter].max_depth
+            other.results.append(_row(suite.name, temperature, gate, ours[other.drafter], base, eager, timed, settings, depth))
         for start in range(timed, len(prompts), settings.gate_batch):
             stop = min(start + settings.gate_batch, len(prompts))
-            for engine, into in ((spec, ours), (plain, base)):
+            for engine, into in ((engines[""], ours[""]), (plain, base)):
                 out = engine.generate(prompts[start:stop], params[start:stop], settings.max_new_tokens, eos_ids=stops)
                 into += [Generation([tokens], [rounds]) for tokens, rounds in zip(out.tokens, out.rounds, strict=True)]
             progress(label, stop, len(prompts))
-        gate = _gate(target, prompts, [g.tokens[0] for g in base], [g.tokens[0] for g in ours], params, proposer.num_nodes)
-        rows.append(_row(suite.name, temperature, gate, ours, base, eager, timed, settings, proposer))
-        samples.append(_sample(target, suite, prompts, ours, temperature))
-    return rows, samples
+        gate = _gate(target, prompts, [g.tokens[0] for g in base], [g.tokens[0] for g in ours[""]], params, proposer.num_nodes)
+        measured.rows.append(_row(suite.name, temperature, gate, ours[""], base, eager, timed, settings, proposer.max_depth))
+        measured.samples.append(_sample(target, suite, prompts, ours[""], temperature))
+    return measured
 
 
 def _decoded(generation: Generation) -> int:
@@ -205,7 +225,7 @@ def _row(
     eager: list[tuple[int, float]],
     timed: int,
     settings: Settings,
-    proposer: Proposer,
+    max_depth: int,
 ) -> Row:
     """tau and acceptance over all prompts, speed over the first `timed`; a prompt that ends with its first token says nothing of either."""
     kept = [g for g in ours if _decoded(g) > 0]
@@ -230,7 +250,7 @@ def _row(
             [t for _, (_, t) in measured],
             **options,
         )
-    reached = [sum(r.accepted >= d for r in rounds) for d in range(proposer.max_depth + 1)]
+    reached = [sum(r.accepted >= d for r in rounds) for d in range(max_depth + 1)]
     draft, verify, total = (sum(getattr(g.times, name) for g in ours_timed) for name in ("draft", "verify", "decode"))
     timed_rounds = sum(len(g.rounds[0]) for g in ours_timed)
     # The prefill's own observe() is part of the prefill, so draft and verify belong to the decode time entirely.
@@ -245,7 +265,7 @@ def _row(
         tau=tau.value,
         tau_ci=(tau.lo, tau.hi),
         acceptance_rate=sum(r.accepted for r in rounds) / proposed if proposed else 0.0,
-        conditional_acceptance=[reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, proposer.max_depth + 1)],
+        conditional_acceptance=[reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, max_depth + 1)],
         tokens=sum(_decoded(g) for g in kept),
         tokens_per_second=TokensPerSecond(
             speculative=sum(tokens) / sum(seconds),
@@ -260,7 +280,7 @@ def _row(
         ),
         speedup_end_to_end=SpeedupEndToEnd(engine=whole.value, engine_ci=(whole.lo, whole.hi)),
         time_split=TimeSplit(draft=draft / total, verify=verify / total, overhead=max(0.0, 1 - draft / total - verify / total)),
-        accepted_length_histogram=[sum(r.accepted == d for r in rounds) for d in range(proposer.max_depth + 1)],
+        accepted_length_histogram=[sum(r.accepted == d for r in rounds) for d in range(max_depth + 1)],
         tau_by_output_position=_by_position(kept),
         prompts=len(ours),
         rounds=len(rounds),
@@ -301,8 +321,7 @@ def build_report(
     drafter: dict[str, Any],
     suite: Suite,
     settings: Settings,
-    rows: list[Row],
-    samples: list[Sample],
+    measured: Measured,
     training: dict[str, Any] | None,
     threads: dict[str, Any],
 ) -> Report:
@@ -338,15 +357,16 @@ def build_report(
             "bootstrap": settings.bootstrap,
             "batch": 1,
             "rule": RULE,
-            "order": "interleaved prompt by prompt, order of the two engines alternating",
+            "order": "interleaved prompt by prompt, order of the engines alternating",
             "timed": "decoding only, from the first token; total tokens over total seconds",
             "timed_prompts": len(suite.prompts) if settings.timed_prompts is None else min(settings.timed_prompts, len(suite.prompts)),
             "gate_batch": settings.gate_batch,
             "tie_factor": TIE_FACTOR,
         },
-        results=rows,
-        samples=samples,
+        results=measured.rows,
+        samples=measured.samples,
         training=training,
+        others=measured.others,
     )
 
 

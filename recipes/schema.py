@@ -199,6 +199,7 @@ class Eval(Section):
     gate_batch: Size = 8  # prompts a batch of those that are not timed
     threads: Size | None = None  # of the CPU; null: measured, the fastest is taken
     eager: bool = True  # time transformers' own generate too
+    others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it, such as prompt_lookup
     bootstrap: Size = 2000  # resamples behind the intervals
     seed: Seed = 0
 

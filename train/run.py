@@ -26,12 +26,13 @@ from ..decode.prompts import eos_ids, render_prompt
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
 from ..eval.harness import Settings, build_report, choose_threads, evaluate
-from ..eval.report import Report, read_report, terminal_table, write_report
+from ..eval.report import read_report, terminal_table, write_report
+from ..eval.schema import Report
 from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
 from ..heads.head import Head
-from ..heads.registry import load_drafter, new_head, save_drafter
+from ..heads.registry import Drafter, load_drafter, new_head, open_drafter, save_drafter
 from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
 from .features import Features
@@ -320,7 +321,7 @@ def _log(handle: Any, accelerator: Accelerator, entry: dict[str, float]) -> None
     accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
 
 
-def _proposer(drafter: Head, decode: Decode) -> Any:
+def _proposer(drafter: Drafter, decode: Decode) -> Any:
     return drafter.proposer(tree=decode.tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
 
 
@@ -357,12 +358,13 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
     threads = choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), settings)
     with _bar(True) as bar:
         task = bar.add_task("evaluation", total=part.num_prompts, note="")
-        rows, samples = evaluate(
+        measured = evaluate(
             target,
             _proposer(drafter, recipe.decode),
             suite,
             settings,
             lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
+            {name: _proposer(open_drafter(name, target)[0], recipe.decode) for name in part.others},
         )
     description = {
         "method": drafter.method,
@@ -372,7 +374,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         "nodes": recipe.decode.num_nodes,
         "contract": contract,
     }
-    report = build_report(target, description, suite, settings, rows, samples, figures, threads)
+    report = build_report(target, description, suite, settings, measured, figures, threads)
     write_report(report, folder / "eval")
     for name in recipe.export.formats:
         assert isinstance(drafter, Eagle3)  # checked before training
@@ -383,7 +385,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
 def _finish(report: Report, folder: Path) -> int:
     console.print(terminal_table(report))
     console.print(f"report: {(folder / 'eval' / 'report.html').resolve()}", soft_wrap=True)
-    return 1 if any(row.lossless.status == "fail" for row in report.results) else 0
+    return 1 if report.failed else 0
 
 
 def _bar(shown: bool) -> Progress:

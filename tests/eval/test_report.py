@@ -14,10 +14,12 @@ import pytest
 import torch
 from draftsmith import UserError
 from draftsmith.decode.engine import Engine, Generation
+from draftsmith.decode.free import PromptLookup
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.eval import harness
-from draftsmith.eval.report import Report, read_report, render_html, render_markdown, terminal_table, write_report
+from draftsmith.eval.report import read_report, render_html, render_markdown, terminal_table, write_report
+from draftsmith.eval.schema import Report
 from draftsmith.eval.suites import load_suite
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.schema import TargetRef
@@ -40,13 +42,13 @@ def head_of(target: Target) -> Eagle3:
 def report(target: Target) -> Report:
     suite = load_suite("stdlib", 3, split="test")
     settings = harness.Settings(temperatures=(0.0, 1.0), max_new_tokens=16, bootstrap=50)
-    rows, samples = harness.evaluate(target, head_of(target).proposer(depth=2), suite, settings)
-    return harness.build_report(target, {"method": "eagle3"}, suite, settings, rows, samples, None, {"threads": 1})
+    measured = harness.evaluate(target, head_of(target).proposer(depth=2), suite, settings, others={"prompt_lookup": PromptLookup(3)})
+    return harness.build_report(target, {"method": "eagle3"}, suite, settings, measured, None, {"threads": 1})
 
 
 def failed(report: Report) -> Report:
     rows = [dataclasses.replace(row, lossless=dataclasses.replace(row.lossless, status="fail", identical=1)) for row in report.results]
-    return dataclasses.replace(report, results=rows)
+    return dataclasses.replace(report, results=rows, others=[])
 
 
 def terminal(report: Report) -> str:
@@ -87,6 +89,23 @@ def test_a_failed_gate_shows_no_speed_up(report: Report) -> None:
             assert shown in good and not re.search(rf"{re.escape(shown)}\s*[x\u00d7]", bad)
 
 
+def test_other_drafters_are_measured_on_the_same_prompts(report: Report, tmp_path: Path) -> None:
+    (other,) = report.others
+    assert other.drafter == "prompt_lookup" and [row.temperature for row in other.results] == [0.0, 1.0]
+    assert all(row.passed and row.prompts == 3 and row.lossless.identical == 3 for row in other.results)
+    assert [row.tokens for row in other.results] == [row.tokens for row in report.results]  # lossless: the same texts
+    for render in (terminal, render_markdown, render_html):
+        shown = render(report)
+        assert "prompt_lookup" in shown.replace("\\", "") and all(f"{row.tau:.2f}" in shown for row in other.results)
+    broken = [dataclasses.replace(row, lossless=dataclasses.replace(row.lossless, status="fail")) for row in other.results]
+    bad = dataclasses.replace(report, others=[dataclasses.replace(other, results=broken)])
+    assert bad.failed == broken and bad.headline is None
+    # Reports written before there were any are still read.
+    values = report.to_json()
+    del values["others"]
+    assert Report.from_json(values) == dataclasses.replace(report, others=[])
+
+
 def test_html_is_self_contained_and_escapes_generated_text(report: Report) -> None:
     sample = dataclasses.replace(report.samples[0], prompt="<script>alert(1)</script>")
     page = render_html(dataclasses.replace(report, samples=[sample]))
@@ -107,7 +126,7 @@ def test_the_gate_fails_when_verification_is_broken(target: Target, monkeypatch:
 
     monkeypatch.setattr(Engine, "generate", broken)
     settings = harness.Settings(temperatures=(1.0,), max_new_tokens=12, bootstrap=50, eager=False)
-    rows, _ = harness.evaluate(target, head_of(target).proposer(depth=2), load_suite("stdlib", 2, split="test"), settings)
+    rows = harness.evaluate(target, head_of(target).proposer(depth=2), load_suite("stdlib", 2, split="test"), settings).rows
     assert rows[0].lossless.status == "fail" and rows[0].lossless.identical == 0
 
 
@@ -140,8 +159,8 @@ def test_the_schema_page_names_every_key(report: Report) -> None:
 def test_prompts_that_are_not_timed_count_for_gate_and_tau(target: Target) -> None:
     suite, head = load_suite("stdlib", 5, split="test"), head_of(target)
     settings: dict[str, Any] = {"temperatures": (1.0,), "max_new_tokens": 12, "bootstrap": 50, "eager": False}
-    whole, _ = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings))
-    split, _ = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings, timed_prompts=2, gate_batch=2))
+    whole = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings)).rows
+    split = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings, timed_prompts=2, gate_batch=2)).rows
     assert split[0].lossless == whole[0].lossless and split[0].lossless.checked == 5
     for name in ("tau", "tau_ci", "tokens", "rounds", "accepted_length_histogram", "acceptance_rate", "tau_by_output_position"):
         assert getattr(split[0], name) == getattr(whole[0], name), name

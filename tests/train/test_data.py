@@ -66,7 +66,7 @@ def test_batches_cover_an_epoch_and_mask_prompts_and_padding() -> None:
 
 
 def test_fewer_sequences_than_processes_are_refused() -> None:
-    with pytest.raises(UserError, match="data.num_prompts: wanted one or more for each of 3 processes, got 2"):
+    with pytest.raises(UserError, match=r"data\.num_prompts: wanted one or more for each of 3 processes, got 2"):
         batches([([1, 2], 1), ([3, 4], 1)], 1, seed=0, shard=2, shards=3)
 
 
