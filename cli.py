@@ -24,8 +24,10 @@ console = Console()
 DRAFTER_HELP = (
     "a drafter's folder, such as runs/quickstart/drafter; a causal LM (folder or hub name) with the target's tokenizer; "
     "prompt_lookup, suffix_automaton, lookahead or token_recycling; retrieval:FOLDER with a datastore's folder; "
-    "hybrid:A+B with two of these, whose trees are merged"
+    "hybrid:A+B with two of these, whose trees are merged; "
+    "cascade:INNER+DRAFT with prompt_lookup, suffix_automaton or token_recycling, which drafts for a causal LM, which drafts for the target"
 )
+CrossTokenizer = Annotated[bool, typer.Option(help="let a causal LM draft that has another tokenizer, with the tokens that both have")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
 
@@ -56,10 +58,11 @@ def eval_command(
     num_prompts: int = 64,
     max_new_tokens: int = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="may be given several times; 0 and 1 if not given")] = None,
-    tree: Annotated[str, typer.Option(help="chain or dynamic")] = "chain",
+    tree: Annotated[str, typer.Option(help="chain, dynamic, or cost_aware: as large as it pays by latencies measured at the start")] = "chain",
     depth: int = 5,
     topk: int = 4,
-    nodes: int = 16,
+    nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
+    length: Annotated[str | None, typer.Option(help="additive, acceptance, confidence or entropy: decides a chain's depth round by round")] = None,
     timed_prompts: Annotated[
         int | None, typer.Option(help="time so many prompts, and put the others through the gate in batches; all if not given")
     ] = None,
@@ -67,16 +70,18 @@ def eval_command(
     eager: Annotated[bool, typer.Option(help="time transformers' own generate too")] = True,
     other: Annotated[list[str] | None, typer.Option(help="another drafter, on the timed prompts; may be given several times")] = None,
     seed: int = 0,
+    cross_tokenizer: CrossTokenizer = False,
 ) -> None:
     """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
     from .decode.prompts import render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
+    from .eval.drafting import make_proposer, plain
     from .eval.harness import Settings, build_report, choose_threads, evaluate
     from .eval.report import terminal_table, write_report
     from .eval.suites import load_suite
     from .heads.registry import open_drafter
-    from .recipes.schema import TargetRef
+    from .recipes.schema import Decode, TargetRef
 
     temperatures = [0.0, 1.0] if temperature is None else temperature
     for value in temperatures:
@@ -85,18 +90,18 @@ def eval_command(
     for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
         if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
-    if tree not in ("chain", "dynamic"):
-        raise UserError(f"--tree: wanted chain or dynamic, got {tree}")
+    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length)  # type: ignore[arg-type]
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
-    head, contract = open_drafter(drafter, loaded)
-    others = {name: open_drafter(name, loaded)[0] for name in other or []}
+    head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
+    others = {name: open_drafter(name, loaded, cross_tokenizer=cross_tokenizer)[0] for name in other or []}
     settings = Settings(
         temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
     )
-    proposer = head.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes)
     assert loaded.tokenizer is not None
-    used = choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), settings)
+    first = render_prompt(loaded.tokenizer, prompts.prompts[0])
+    used = choose_threads(loaded, first, settings)
+    proposer = make_proposer(head, decode, loaded, first)
     with console.status("evaluation") as status:
         measured = evaluate(
             loaded,
@@ -104,7 +109,7 @@ def eval_command(
             prompts,
             settings,
             lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts"),
-            {name: other.proposer(tree=tree, depth=depth, topk=topk, nodes=nodes) for name, other in others.items()},
+            {name: make_proposer(another, plain(decode), loaded, first) for name, another in others.items()},
         )
     description = {
         "method": head.method,
@@ -130,6 +135,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     depth: int = 5,
+    cross_tokenizer: CrossTokenizer = False,
 ) -> None:
     """Stream text; tokens that were drafted are coloured, the target's own are plain."""
     from .decode.engine import Engine
@@ -141,7 +147,7 @@ def generate(
 
     params = SamplingParams(temperature=temperature, seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
-    head, _ = open_drafter(drafter, loaded)
+    head, _ = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
 

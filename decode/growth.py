@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import UserError
 from .draw import iid_children, without_replacement_children
-from .length import DraftLength
+from .length import CostAware, DraftLength
 from .proposer import Accepted, Extent
 from .sampling import Sampler
 from .tree import DraftTree
@@ -43,6 +43,7 @@ class Grower(ABC):
             nodes = depth * topk
         self.kind = kind
         self._policy: DraftLength | None = None
+        self._cost: CostAware | None = None
         candidates = topk + (depth - 1) * topk * topk
         if not depth <= nodes <= candidates:
             raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
@@ -54,8 +55,8 @@ class Grower(ABC):
 
     @property
     def asynchronous(self) -> bool:
-        """Unless a draft-length policy wants to know how the last round went."""
-        return self._policy is None
+        """Unless a policy decides on the host."""
+        return self._policy is None and self._cost is None
 
     def tensors(self) -> list[Tensor]:
         """What is kept between calls. A subclass adds its cache."""
@@ -93,6 +94,17 @@ class Grower(ABC):
         if policy is not None and (self.topk > 1 or self.kind != "deterministic"):
             raise UserError(f"draft length: wanted a chain that is not sampled, got topk {self.topk}, kind {self.kind}; set no policy, or tree=chain")
         self._policy = policy
+
+    @property
+    def cost(self) -> CostAware | None:
+        """How large each round's tree is, at most num_nodes. None: always num_nodes. Raises UserError for chains and sampled drafts."""
+        return self._cost
+
+    @cost.setter
+    def cost(self, policy: CostAware | None) -> None:
+        if policy is not None and (self.topk == 1 or self.kind != "deterministic"):
+            raise UserError(f"cost-aware tree: wanted a dynamic tree, got topk {self.topk}, kind {self.kind}; for chains set a draft length")
+        self._cost = policy
 
     @abstractmethod
     def reset(self, batch: int, capacity: int) -> None:
@@ -142,12 +154,17 @@ class Grower(ABC):
 
     def _observe_length(self, accepted: Accepted) -> None:
         """Tell the policy how the last round went; rows that are finished say nothing. To be called by `observe`, before `_remember`."""
-        if self._policy is None:
+        policy = self._policy or self._cost
+        if policy is None:
             return
         if self._fresh:
-            self._policy.reset()
-        else:
-            self._policy.observe(self._drafted, [count - 1 for count in accepted.count_B.tolist() if count])
+            policy.reset()
+            return
+        counts = [count - 1 for count in accepted.count_B.tolist() if count]
+        if self._policy is not None:
+            self._policy.observe(self._drafted, counts)
+        if self._cost is not None:
+            self._cost.observe(counts)
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         """Grow the tree below the root."""
@@ -244,6 +261,8 @@ class Grower(ABC):
         chosen_BK = torch.arange(1, k + 1, device=device).expand(batch, k)  # candidate ids that this level expands
         hidden_BKH, (allowed_BKL, key_BL) = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._below_root()
         for level in range(1, self.max_depth):
+            if self._cost is not None and not self._worth_a_level(self._cost, level, torch.cat(all_values, 1), values_BK):
+                break
             hidden_BKH, allowed_BKL = self._level(level, hidden_BKH, tokens_BK, allowed_BKL, key_BL)
             child_tokens, child_values = self._children(hidden_BKH, sampler, noise_BDV, level)
             flat_tokens = child_tokens.flatten(1)
@@ -257,11 +276,20 @@ class Grower(ABC):
             made += k * k
             hidden_BKH = hidden_BKH.gather(1, from_node.unsqueeze(-1).expand_as(hidden_BKH))
             allowed_BKL = allowed_BKL.gather(1, from_node.unsqueeze(-1).expand_as(allowed_BKL))
-        return self._keep_best(root_B, torch.cat(all_tokens, 1), torch.cat(all_values, 1), torch.cat(all_parents, 1))
+        nodes, values_BC = self.num_nodes - 1, torch.cat(all_values, 1)
+        if self._cost is not None:
+            best_C = values_BC.sort(dim=1, descending=True).values[:, :nodes].exp().mean(0).cumsum(0)
+            nodes = self._cost.choose([0.0, *best_C.tolist()], len(all_values))
+        return self._keep_best(root_B, torch.cat(all_tokens, 1), values_BC, torch.cat(all_parents, 1), nodes)
 
-    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor) -> DraftTree:
+    def _worth_a_level(self, cost: CostAware, levels: int, values_BC: Tensor, frontier_BK: Tensor) -> bool:
+        nodes = min(self.num_nodes - 1, values_BC.shape[1])
+        mass = values_BC.topk(nodes, dim=1).values.exp().sum(1).mean()
+        return cost.goes_on(levels, nodes + 1, *torch.stack([mass, frontier_BK.exp().sum(1).mean()]).tolist())
+
+    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, nodes: int) -> DraftTree:
         """The tree of the `nodes` best candidates. Values fall along edges; a stable sort keeps a parent before a child of equal value."""
-        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, : self.num_nodes - 1].sort(dim=1).values
+        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
         kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
         parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)
         return DraftTree.from_parents(

@@ -45,9 +45,9 @@ class Latencies:
         if len(self.verify) < 2 or [n for n, _ in self.verify] != sorted({n for n, _ in self.verify}):
             raise UserError(f"latencies: wanted verification times of at least two sizes, ascending, got {list(self.verify)}")
 
-    def round(self, levels: int) -> float:
-        """Milliseconds of a round with a chain of that many levels; between the points, and past the last two, linear."""
-        tokens = levels + 1
+    def round(self, levels: int, tokens: int | None = None) -> float:
+        """Milliseconds of a round: levels drafted, tokens verified (None: a chain's); between the points, and past the last two, linear."""
+        tokens = levels + 1 if tokens is None else tokens
         for (low, before), (high, after) in zip(self.verify, self.verify[1:], strict=False):
             if tokens <= high or high == self.verify[-1][0]:
                 return levels * self.level + before + (after - before) * (tokens - low) / (high - low)
@@ -152,3 +152,44 @@ class Entropy(Confidence):
     def goes_on(self, probability: float, entropy: float) -> bool:
         """While the bound is high enough."""
         return 1 - math.sqrt(self._factor * entropy) >= self._threshold
+
+
+class CostAware:
+    """How large a dynamic tree pays: levels and nodes are added as long as they gain more tokens than their measured latency costs (2606.01813).
+
+    E = 1 + scale * (sum of the nodes' path probabilities) tokens are expected of a tree. A level is added while the most that it can gain, relative
+    to E, exceeds its cost relative to the round's; of the sizes that are verified (root included), the one with the most expected tokens a
+    millisecond is kept. `scale` corrects the draft's own probabilities by what the last rounds accepted, weight `memory` on the past.
+    """
+
+    def __init__(self, latencies: Latencies, *, sizes: Sequence[int] = (2, 4, 8, 16, 32, 64, 128), memory: float = 0.95) -> None:
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 2:
+            raise UserError(f"cost-aware tree: wanted ascending sizes of at least 2, root included, got {list(sizes)}")
+        if not 0 <= memory < 1:
+            raise UserError(f"cost-aware tree: wanted memory in [0, 1), got {memory}")
+        self._latencies, self._sizes, self._memory = latencies, tuple(sizes), memory
+        self.reset()
+
+    def reset(self) -> None:
+        """A new request."""
+        self.scale = 1.0
+        self._predicted = 0.0
+
+    def goes_on(self, levels: int, tokens: int, mass: float, frontier: float) -> bool:
+        """Whether to draft another level. mass: path probabilities of the best nodes so far, which are verified as `tokens`; frontier: of the last
+        level's nodes, the most that their children can add."""
+        expected = 1 + self.scale * mass
+        return self.scale * frontier / expected > self._latencies.level / self._latencies.round(levels, tokens)
+
+    def choose(self, mass: Sequence[float], levels: int) -> int:
+        """Draft nodes to keep; mass[n]: path probabilities of the best n together, n = 0 .. all of them."""
+        sizes = [size for size in self._sizes if size <= len(mass)] or [len(mass) - 1]
+        nodes = max((size - 1 for size in sizes), key=lambda n: (1 + self.scale * mass[n]) / self._latencies.round(levels, n + 1))
+        self._predicted = mass[nodes]
+        return nodes
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        """A round is over: draft tokens that each row accepted."""
+        if accepted and self._predicted > 0:
+            ratio = sum(accepted) / len(accepted) / self._predicted
+            self.scale = self._memory * self.scale + (1 - self._memory) * min(ratio, 4.0)

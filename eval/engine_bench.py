@@ -31,18 +31,16 @@ from .. import UserError, __version__
 from ..decode.engine import Engine, Generation
 from ..decode.free.lookup import PromptLookup
 from ..decode.prompts import eos_ids, render_prompt
-from ..decode.proposer import Extent
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
-from ..decode.tree import DraftTree
 from ..heads.registry import open_drafter
 from ..heads.standalone import Standalone, early_exit
 from ..recipes.schema import TargetRef
-from .harness import Settings, choose_threads
+from .drafting import verify_latencies
+from .harness import Settings, choose_threads, short_name
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import load_suite
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SHAPES: dict[str, dict[str, int]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -62,26 +60,6 @@ def random_target(shape: str, dtype: str, device: str) -> Target:
 def _synchronise(target: Target) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-@torch.no_grad()
-def verify_latencies(target: Target, prompt: Sequence[int], repeats: int) -> dict[str, float]:
-    """{tokens: median ms} of one verification forward with logits after `prompt`; the sizes take turns, so that drift hits all alike."""
-    length = torch.tensor([len(prompt)], device=target.device)
-    target.set_taps(())
-    target.allocate(1, len(prompt) + max(BUCKETS) + 1)
-    target.prefill(torch.tensor([list(prompt)], device=target.device), length)
-    trees = {n: DraftTree.chain(torch.full((1, n), 7, device=target.device)) for n in BUCKETS}
-    times: dict[int, list[float]] = {n: [] for n in BUCKETS}
-    for repeat in range(repeats + 2):
-        for n, tree in trees.items():
-            _synchronise(target)
-            began = time.perf_counter()
-            target.logits(target.verify(tree, length, Extent(len(prompt), True)).hidden_BNH)
-            _synchronise(target)
-            if repeat >= 2:  # warm-up
-                times[n].append(time.perf_counter() - began)
-    return {str(n): round(1e3 * sorted(t)[len(t) // 2], 4) for n, t in times.items()}
 
 
 def _ours(engine: Engine, tokens: int, stops: Sequence[int], into: list[Generation]) -> Run:
@@ -148,13 +126,13 @@ def bench(target: Target, draft: Standalone, prompts: list[list[int]], *, tokens
     plain = mean_ratio_interval([g.times.decode for g in kept["plain"]], [len(g.tokens[0]) - 1 for g in kept["plain"]])
     tau, speedup = decoded / rounds, decoded / seconds * plain.value
     return {
-        "target": target.name,
-        "drafter": draft.draft.name,
+        "target": short_name(target.name),
+        "drafter": short_name(draft.draft.name),
         "depth": depth,
         "prompts": len(prompts),
         "max_new_tokens": tokens,
         "t_ar_ms": round(1e3 * plain.value, 4),
-        "t_verify_ms": verify_latencies(target, prompts[0], repeats),
+        "t_verify_ms": {str(n): round(ms, 4) for n, ms in verify_latencies(target, prompts[0], repeats).items()},
         "t_draft_ms": round(1e3 * draft_s / rounds, 4),
         "overhead_ms": round(1e3 * (seconds - draft_s - verify_s) / rounds, 4),
         "tau": round(tau, 4),

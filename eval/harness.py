@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -330,7 +331,7 @@ def build_report(
     return Report(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         target={
-            "name": target.name if os.sep not in target.name else os.path.basename(os.path.dirname(target.name)) or target.name,
+            "name": short_name(target.name),
             "fingerprint": target.fingerprint(),
             "layers": target.num_layers,
             "parameters": sum(p.numel() for p in target.model.parameters()),
@@ -368,6 +369,15 @@ def build_report(
         training=training,
         others=measured.others,
     )
+
+
+def short_name(name: str) -> str:
+    """A model's name without this machine's folders: hub names as they are, else the last folder, or the one above if that is a mere "target"."""
+    path, comma, rest = name.partition(",")
+    folder = Path(path)
+    if not folder.is_absolute():
+        return name
+    return (folder.parent.name if folder.name == "target" else folder.name) + comma + rest
 
 
 def _cpu_name() -> str:

@@ -162,10 +162,12 @@ class Decode(Section):
     """The draft tree that is measured while training and in the final evaluation."""
 
     section = "decode"
-    tree: Literal["dynamic", "chain"] = "chain"
+    tree: Literal["dynamic", "chain", "cost_aware"] = "chain"  # cost_aware: dynamic, as large as it pays by latencies measured at the start
     depth: Size = 5
     topk: Size = 4  # children a node of a dynamic tree
     nodes: Size | None = None  # draft nodes a round, root not counted; null: `depth` for a chain, 16 (or depth, if more) for a dynamic tree
+
+    length: Literal["additive", "acceptance", "confidence", "entropy"] | None = None  # decides a chain's depth round by round; null: always `depth`
 
     @property
     def num_nodes(self) -> int:
@@ -179,6 +181,8 @@ class Decode(Section):
             raise misfit("decode.nodes", f"null, or decode.depth ({self.depth}) as the tree is a chain", self.nodes)
         if self.num_nodes < self.depth:
             raise misfit("decode.nodes", f"at least decode.depth ({self.depth}), which is else never reached", self.nodes)
+        if self.length is not None and self.tree != "chain":
+            raise misfit("decode.length", f"null, as decode.tree is {self.tree}", self.length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from ..decode.engine import Engine
 from ..decode.prompts import eos_ids, render_prompt
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
+from ..eval.drafting import make_proposer, plain
 from ..eval.harness import Settings, build_report, choose_threads, evaluate
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
@@ -32,8 +33,8 @@ from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
 from ..heads.head import Head
-from ..heads.registry import Drafter, load_drafter, new_head, open_drafter, save_drafter
-from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe, to_yaml
+from ..heads.registry import load_drafter, new_head, open_drafter, save_drafter
+from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
 from .features import Features
 from .language_model import schedule, train_language_model
@@ -321,17 +322,15 @@ def _log(handle: Any, accelerator: Accelerator, entry: dict[str, float]) -> None
     accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
 
 
-def _proposer(drafter: Drafter, decode: Decode) -> Any:
-    return drafter.proposer(tree=decode.tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
-
-
 def measured_tau(recipe: DrafterRecipe, target: Target, drafter: Head) -> float:
     """tau on development prompts by the engine that users run: greedy and sampled rows in one batch."""
     assert target.tokenizer is not None
     suite = load_suite(recipe.eval.suite, recipe.eval.dev_prompts, split="dev", prompt_chars=recipe.eval.prompt_chars, seed=recipe.eval.seed)
     prompts = [render_prompt(target.tokenizer, m) for m in suite.prompts]
     params = [SamplingParams(temperature=recipe.eval.temperatures[i % len(recipe.eval.temperatures)], seed=i) for i in range(len(prompts))]
-    out = Engine(target, _proposer(drafter, recipe.decode)).generate(prompts, params, recipe.eval.dev_tokens, eos_ids=eos_ids(target.model))
+    # Checkpoints are compared by whole trees: what policies decide differs from one measurement to the next.
+    proposer = make_proposer(drafter, plain(recipe.decode), target, prompts[0])
+    out = Engine(target, proposer).generate(prompts, params, recipe.eval.dev_tokens, eos_ids=eos_ids(target.model))
     rounds = sum(len(r) for r in out.rounds)
     return sum(len(t) - 1 for t in out.tokens) / rounds if rounds else 0.0
 
@@ -355,16 +354,17 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         seed=part.seed,
     )
     assert target.tokenizer is not None
-    threads = choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), settings)
+    prompt = render_prompt(target.tokenizer, suite.prompts[0])
+    threads = choose_threads(target, prompt, settings)
     with _bar(True) as bar:
         task = bar.add_task("evaluation", total=part.num_prompts, note="")
         measured = evaluate(
             target,
-            _proposer(drafter, recipe.decode),
+            make_proposer(drafter, recipe.decode, target, prompt),
             suite,
             settings,
             lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
-            {name: _proposer(open_drafter(name, target)[0], recipe.decode) for name in part.others},
+            {name: make_proposer(open_drafter(name, target)[0], plain(recipe.decode), target, prompt) for name in part.others},
         )
     description = {
         "method": drafter.method,

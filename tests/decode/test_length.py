@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith import UserError
 from draftsmith.decode.engine import Engine
-from draftsmith.decode.length import Acceptance, Additive, Confidence, DraftLength, Entropy, Latencies
+from draftsmith.decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Latencies
 from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
@@ -129,12 +129,69 @@ def test_policies_are_refused_where_they_would_be_ignored(settings: dict[str, An
     assert proposer.length is None
 
 
+def test_the_size_of_a_tree_is_the_one_with_most_tokens_a_millisecond() -> None:
+    policy = CostAware(LATENCIES, sizes=(2, 4, 8), memory=0.5)
+    mass = [0.0, 0.8, 1.2, 1.4, 1.5, 1.55, 1.57, 1.58, 1.59, 1.6]
+    by_hand = {n: (1 + mass[n]) / (2 * 0.5 + verify) for n, verify in ((1, 10.5), (3, 11.0), (7, 12.0))}
+    assert policy.choose(mass, 2) == max(by_hand, key=lambda n: by_hand[n]) == 3
+    assert policy.choose(mass[:3], 2) == 1  # of two candidates only one is a size that is verified
+    assert policy.choose(mass[:1] + mass[1:2], 1) == 1
+    free = CostAware(Latencies(level=0.0, verify=((1, 10.0), (64, 10.0))), sizes=(2, 4, 8))
+    dear = CostAware(Latencies(level=0.0, verify=((1, 1.0), (64, 640.0))), sizes=(2, 4, 8))
+    assert free.choose(mass, 2) == 7 and dear.choose(mass, 2) == 1
+    # A level costs 0.5 of 10.5 + 2 * 0.5 ms, that is 4.3 %: worth it if its parents' children can add more than that to the tokens expected.
+    assert policy.goes_on(2, 2, 0.8, 0.08) and not policy.goes_on(2, 2, 0.8, 0.07)
+    policy.choose(mass, 2)  # predicts mass[3] accepted tokens; half a one is
+    policy.observe([0, 1])
+    assert policy.scale == pytest.approx(0.5 * 1 + 0.5 * 0.5 / 1.4)
+    policy.reset()
+    assert policy.scale == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_cost_changes_a_token(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, params = tiny(0, 10), [SamplingParams(temperature=temperature, seed=i) for i in range(3)]
+    plain = Engine(target).generate(PROMPTS, params, 30).tokens
+    sizes: dict[str, list[int]] = {"free": [], "some": [], "dear": []}
+    costs = {"free": (0.0, 0.0), "some": (0.05, 0.1), "dear": (0.0, 10.0)}  # ms a level, ms a token
+    for name, (level, token) in costs.items():
+        proposer = Standalone(tiny(0, 10)).bind(target).proposer(tree="dynamic", depth=4, topk=3, nodes=15)
+        proposer.cost = CostAware(Latencies(level=level, verify=((1, 1.0), (16, 1.0 + 15 * token))))
+        grow = proposer.propose
+
+        def watched(*arguments: Any, grow: Any = grow, seen: list[int] = sizes[name]) -> Any:
+            tree = grow(*arguments)
+            tree.check_integrity()
+            seen.append(tree.num_nodes)
+            return tree
+
+        monkeypatch.setattr(proposer, "propose", watched)
+        engine = Engine(target, proposer)
+        assert not engine.overlap and engine.generate(PROMPTS, params, 30).tokens == plain
+    assert set(sizes["free"]) == {16} and set(sizes["dear"]) == {2}
+    assert set(sizes["some"]) <= {2, 4, 8, 16} and len(set(sizes["some"])) > 1
+
+
+def test_a_free_tree_is_the_whole_one() -> None:
+    target = tiny(0)
+    proposer = Standalone(tiny(1, 12)).bind(target).proposer(tree="dynamic", depth=3, topk=3, nodes=15)
+    want = Engine(target, proposer).generate(PROMPTS, SamplingParams(), 20)
+    proposer.cost = CostAware(Latencies(level=0.0, verify=((1, 1.0), (16, 1.0))))
+    out = Engine(target, proposer).generate(PROMPTS, SamplingParams(), 20)
+    assert out.rounds == want.rounds
+
+
 def test_bad_settings_are_refused() -> None:
+    chain = Standalone(tiny(3)).proposer(depth=3)
+    with pytest.raises(UserError, match="cost-aware tree: wanted a dynamic tree, got topk 1"):
+        chain.cost = CostAware(LATENCIES)
     for make, says in (
         (lambda: Additive(0), "a start of at least 1, got 0"),
         (lambda: Acceptance(LATENCIES, start=1.0), "start in (0, 1)"),
         (lambda: Confidence(1.5), "a threshold in (0, 1), got 1.5"),
         (lambda: Entropy(0.3, 0.0), "a factor > 0, got 0.0"),
+        (lambda: CostAware(LATENCIES, sizes=(4, 2)), "ascending sizes of at least 2"),
+        (lambda: CostAware(LATENCIES, memory=1.0), "memory in [0, 1), got 1.0"),
     ):
         with pytest.raises(UserError) as error:
             make()

@@ -1,0 +1,89 @@
+"""From settings to a proposer: chains, trees, and policies whose decisions rest on latencies that are measured here, on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .. import UserError
+from ..decode.engine import Engine
+from ..decode.growth import Grower
+from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Latencies
+from ..decode.proposer import Extent, Proposer
+from ..decode.sampling import SamplingParams
+from ..decode.target import Target
+from ..decode.tree import DraftTree
+from ..heads.registry import Drafter
+from ..recipes.schema import Decode
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # tokens of one verification that are measured, and that cost-aware trees come in
+
+
+def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int]) -> Proposer:
+    """The proposer that the settings ask for. prompt: token ids after which latencies are measured, if a policy needs them.
+
+    Raises UserError for a policy on a drafter whose drafts do not grow level by level.
+    """
+    tree = "dynamic" if decode.tree == "cost_aware" else decode.tree
+    proposer = drafter.proposer(tree=tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
+    if decode.tree != "cost_aware" and decode.length is None:
+        return proposer
+    name = "decode.tree: wanted chain or dynamic" if decode.tree == "cost_aware" else "decode.length: wanted null"
+    if not isinstance(proposer, Grower):
+        raise UserError(f"{name}, as {drafter.method} does not draft level by level, got {decode.length or decode.tree}")
+    if decode.tree == "cost_aware":
+        proposer.cost = CostAware(measure(target, proposer, prompt), sizes=BUCKETS[1:])
+    else:
+        proposer.length = _policy(str(decode.length), target, proposer, prompt)
+    return proposer
+
+
+def plain(decode: Decode) -> Decode:
+    """Without the policies that look at how drafts grow, which not every drafter has."""
+    return dataclasses.replace(decode, tree="dynamic" if decode.tree == "cost_aware" else decode.tree, length=None)
+
+
+def _policy(name: str, target: Target, proposer: Grower, prompt: Sequence[int]) -> DraftLength:
+    if name == "acceptance":
+        return Acceptance(measure(target, proposer, prompt))
+    makers: dict[str, Callable[[], DraftLength]] = {"additive": Additive, "confidence": Confidence, "entropy": Entropy}
+    return makers[name]()
+
+
+def measure(target: Target, proposer: Proposer, prompt: Sequence[int], *, repeats: int = 8, new_tokens: int = 32) -> Latencies:
+    """What a level of drafting and verifications of several sizes take after this prompt, in milliseconds, batch 1. Short: about half a second of
+    a small model's decoding."""
+    engine = Engine(target, proposer)
+    engine.generate([prompt], SamplingParams(), min(8, new_tokens))  # warm-up
+    out = engine.generate([prompt], SamplingParams(), new_tokens)
+    level = 1e3 * out.times.draft / max(1, len(out.rounds[0])) / proposer.max_depth
+    verify = verify_latencies(target, prompt, repeats)
+    return Latencies(level=level, verify=tuple(verify.items()))
+
+
+@torch.no_grad()
+def verify_latencies(target: Target, prompt: Sequence[int], repeats: int) -> dict[int, float]:
+    """{tokens: median ms} of one verification forward with logits after `prompt`; the sizes take turns, so that drift hits all alike."""
+    length = torch.tensor([len(prompt)], device=target.device)
+    target.set_taps(())
+    target.allocate(1, len(prompt) + max(BUCKETS) + 1)
+    target.prefill(torch.tensor([list(prompt)], device=target.device), length)
+    trees = {n: DraftTree.chain(torch.full((1, n), 7, device=target.device)) for n in BUCKETS}
+    times: dict[int, list[float]] = {n: [] for n in BUCKETS}
+    for repeat in range(repeats + 2):
+        for n, tree in trees.items():
+            _synchronise(target)
+            began = time.perf_counter()
+            target.logits(target.verify(tree, length, Extent(len(prompt), True)).hidden_BNH)
+            _synchronise(target)
+            if repeat >= 2:  # warm-up
+                times[n].append(time.perf_counter() - began)
+    return {n: 1e3 * sorted(t)[len(t) // 2] for n, t in times.items()}
+
+
+def _synchronise(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
