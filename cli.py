@@ -127,6 +127,26 @@ def eval_command(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, evaluation folders or report.json files")],
+    out: Annotated[Path | None, typer.Option(help="folder for compare.md and compare.png")] = None,
+) -> None:
+    """One table over several reports, and which drafter is faster, with its certainty. Exits with 1 if any of them failed its gate."""
+    from .eval.compare import comparison_markdown, comparison_plot, comparison_table, differences, gather, verdicts
+
+    entries = gather(runs)
+    console.print(comparison_table(entries), soft_wrap=True)
+    for line in [*differences(entries), *map(str, verdicts(entries))]:
+        console.print(line, soft_wrap=True, highlight=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "compare.md").write_text(comparison_markdown(entries), encoding="utf-8")
+        comparison_plot(entries, out / "compare.png")
+        console.print(f"comparison: {(out / 'compare.md').resolve()}", soft_wrap=True)
+    raise typer.Exit(1 if any(not row.passed for entry in entries for row in entry.rows) else 0)
+
+
+@app.command()
 def generate(
     drafter: Annotated[str, typer.Argument(help=DRAFTER_HELP)],
     prompt: Annotated[str, typer.Option(help="what to continue")],

@@ -246,6 +246,8 @@ class _Session:
         self.live_B, self.speculate_B = torch.ones_like(rows, dtype=torch.bool), torch.ones_like(rows, dtype=torch.bool)
         self.all_speculate = True
         self._rounds: dict[int, _Stages] = {}
+        self.capture = engine.overlap and engine.target.device.type == "cuda"
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.capture else None
         self._held: list[Tensor] = []  # that graphs read and write; held, so that their memory is not given away
 
     def begin(self, root_B: Tensor, length_B: Tensor, speculate_B: Tensor) -> None:
@@ -270,12 +272,12 @@ class _Session:
         self.window.cover([n + 1 for n in lengths], (unread + 1) * (depth + 1))
         longest = max(lengths) + unread * (depth + 1)
         if not overlap:
-            stages = self._rounds.setdefault(0, _Stages(self, capture=False))
+            stages = self._rounds.setdefault(0, _Stages(self))
             stages.extent, stages.lengths = Extent(longest, min(lengths) == longest), lengths
         else:
             visible = bucket(longest + nodes)
             if visible not in self._rounds:
-                self._rounds[visible] = _Stages(self, capture=engine.target.device.type == "cuda")
+                self._rounds[visible] = _Stages(self)
                 self._rounds[visible].extent = Extent(visible - nodes, False)
             stages = self._rounds[visible]
         report_BR = stages.run(clock)
@@ -304,10 +306,10 @@ class _Stages:
     _start_B: Tensor
     _report_BR: Tensor
 
-    def __init__(self, session: _Session, *, capture: bool) -> None:
+    def __init__(self, session: _Session) -> None:
         self._session, self._engine = session, session.engine
         pieces = {"propose": self._propose, "verify": self._verify, "judge": self._judge, "observe": self._observe}
-        self._pieces = {name: Replay(piece, capture=capture) for name, piece in pieces.items()}
+        self._pieces = {name: Replay(piece, capture=session.capture, pool=session.pool) for name, piece in pieces.items()}
 
     def run(self, clock: _Clock) -> Tensor:
         """All of them, one after the other. Returns the report."""

@@ -7,15 +7,19 @@ it leaves behind is overwritten by the next call. Where nothing is captured (on 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class Replay:
-    """`piece()`, the first time as it is (which also warms up what libraries set up lazily), the second time captured, then replayed."""
+    """`piece()`, the first time as it is (which also warms up what libraries set up lazily), the second time captured, then replayed.
 
-    def __init__(self, piece: Callable[[], None], *, capture: bool) -> None:
-        self._piece, self._capture, self._calls = piece, capture, 0
+    pool: memory that pieces share which never run at the same time (`torch.cuda.graph_pool_handle()`).
+    """
+
+    def __init__(self, piece: Callable[[], None], *, capture: bool, pool: Any = None) -> None:
+        self._piece, self._capture, self._pool, self._calls = piece, capture, pool, 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
@@ -26,7 +30,7 @@ class Replay:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):  # only records
+            with torch.cuda.graph(self._graph, pool=self._pool):  # only records
                 self._piece()
         self._graph.replay()
 

@@ -1,0 +1,213 @@
+"""Several reports side by side: one table, one plot, and verdicts with their certainty.
+
+    entries = [read_entry(Path("runs/quickstart")), read_entry(Path("runs/quickstart-medusa"))]
+    print(comparison_markdown(entries))
+
+Reports hold ratios and intervals, not the prompts' own figures, so that two drafters are compared as if measured on independent prompts. Where they
+were measured on the same ones, the intervals given here are wider than they need be, never narrower than they should.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.box
+import rich.table
+
+from .. import UserError
+from .report import ABSENT, FAIL, read_report
+from .schema import Report, Row
+
+Z95 = 1.959964  # two-sided 95 % of the normal law
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One drafter: its rows over all categories, parameters (None: not stated) and minutes of training (None: none, or not stated)."""
+
+    name: str
+    rows: list[Row]
+    parameters: int | None
+    minutes: float | None
+    same: tuple[str, ...]  # what must be the same for figures to be comparable: target, prompts, hardware
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How much faster one drafter is than another at one temperature; at T=0 and T=1 alike, ratio of the speed-ups over plain decoding."""
+
+    faster: str
+    slower: str
+    temperature: float
+    ratio: float
+    lo: float
+    hi: float
+    tau_says_otherwise: bool
+
+    def __str__(self) -> str:
+        certain = "" if self.lo > 1 else "; not certain"
+        odd = f"; {self.slower} has the higher tau: more is accepted, but drafting costs more than it gains" if self.tau_says_otherwise else ""
+        return f"T={self.temperature:g}: {self.faster} over {self.slower}: {self.ratio:.2f}x, 95 % {self.lo:.2f}-{self.hi:.2f}{certain}{odd}"
+
+
+def read_entry(run: Path) -> list[Entry]:
+    """The drafter of a run folder, evaluation folder or report.json, then its report's other drafters. Raises UserError if there is no report."""
+    folder = run / "eval" if (run / "eval" / "report.json").is_file() else run
+    report = read_report(folder)
+    same = _same(report)
+    training = report.training or {}
+    seconds = training.get("train_seconds")
+    name = run.name if run.name not in ("", ".", "eval", "report.json") else run.resolve().parent.name
+    method = str(report.drafter.get("method", "drafter"))
+    label = name if method in name else f"{name} ({method})"
+    entries = [Entry(label, report.overall, report.drafter.get("parameters"), None if seconds is None else seconds / 60, same)]
+    return entries + [Entry(other.drafter, other.results, None, None, same) for other in report.others]
+
+
+def _same(report: Report) -> tuple[str, ...]:
+    fingerprint = report.target.get("fingerprint", {})
+    return (
+        f"target {report.target.get('name')} {fingerprint.get('weights', '') if isinstance(fingerprint, dict) else fingerprint}",
+        f"prompts {report.protocol.get('prompts_sha256')}",
+        f"max_new_tokens {report.protocol.get('max_new_tokens')}",
+        f"timed_prompts {report.protocol.get('timed_prompts')}",
+        f"device {report.hardware.get('device')}",
+        f"dtype {report.hardware.get('dtype')}",
+    )
+
+
+def gather(runs: Sequence[Path]) -> list[Entry]:
+    """All drafters of these runs; another drafter that several reports have is taken from the first. Raises UserError if fewer than two are left."""
+    entries: list[Entry] = []
+    for run in runs:
+        for entry in read_entry(run):
+            if all(entry.name != known.name for known in entries):
+                entries.append(entry)
+    if len(entries) < 2:
+        raise UserError(f"compare: wanted at least two drafters, got {len(entries)}; give more run folders")
+    return entries
+
+
+def differences(entries: Sequence[Entry]) -> list[str]:
+    """What was not the same for all of them: figures that differ in these respects are not comparable."""
+    first = entries[0]
+    return [
+        f"{entry.name} was measured with {theirs}, {first.name} with {ours}"
+        for entry in entries[1:]
+        for ours, theirs in zip(first.same, entry.same, strict=True)
+        if ours != theirs
+    ]
+
+
+def _find(entry: Entry, temperature: float) -> Row | None:
+    return next((row for row in entry.rows if row.temperature == temperature and row.batch == 1), None)
+
+
+def temperatures(entries: Sequence[Entry]) -> list[float]:
+    """All that any of them was measured at, ascending."""
+    return sorted({row.temperature for entry in entries for row in entry.rows})
+
+
+def ranked(entries: Sequence[Entry], temperature: float) -> list[tuple[Entry, Row]]:
+    """Those measured at this temperature, the fastest first; those that failed the gate last."""
+    found = [(entry, row) for entry in entries if (row := _find(entry, temperature)) is not None]
+    return sorted(found, key=lambda pair: (not pair[1].passed, -pair[1].speedup.engine))
+
+
+def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
+    """The fastest at each temperature over every other one, by the ratio of their speed-ups. Whoever failed the gate is not in it."""
+    found = []
+    for temperature in temperatures(entries):
+        passed = [pair for pair in ranked(entries, temperature) if pair[1].passed]
+        for entry, row in passed[1:]:
+            best, top = passed[0]
+            ratio = top.speedup.engine / row.speedup.engine
+            spread = Z95 * math.hypot(_deviation(top), _deviation(row))
+            found.append(Verdict(best.name, entry.name, temperature, ratio, ratio * math.exp(-spread), ratio * math.exp(spread), row.tau > top.tau))
+    return found
+
+
+def _deviation(row: Row) -> float:
+    """Standard deviation of the logarithm of the speed-up, from its interval."""
+    low, high = row.speedup.engine_ci
+    return math.log(high / low) / (2 * Z95) if low > 0 else math.inf
+
+
+HEAD = ("drafter", "T", "gate", "tau (95 %)", "accepted", "tok/s", "speed-up (95 %)", "size", "training")
+
+
+def cells(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
+    """The table's rows, by temperature, the fastest first. A drafter that failed the gate has FAIL in place of every speed."""
+    rows: list[tuple[str, ...]] = []
+    for temperature in temperatures(entries):
+        for entry, row in ranked(entries, temperature):
+            gain = f"{row.speedup.engine:.2f}x ({row.speedup.engine_ci[0]:.2f}-{row.speedup.engine_ci[1]:.2f})"
+            rows.append(
+                (
+                    entry.name,
+                    f"{temperature:g}",
+                    "PASS" if row.passed else FAIL,
+                    f"{row.tau:.2f} ({row.tau_ci[0]:.2f}-{row.tau_ci[1]:.2f})",
+                    f"{100 * row.acceptance_rate:.0f} %",
+                    f"{row.tokens_per_second.speculative:.0f}" if row.passed else FAIL,
+                    gain if row.passed else FAIL,
+                    ABSENT if entry.parameters is None else f"{entry.parameters / 1e6:.2f} M",
+                    ABSENT if entry.minutes is None else f"{entry.minutes:.1f} min",
+                )
+            )
+    return rows
+
+
+def comparison_table(entries: Sequence[Entry]) -> rich.table.Table:
+    """For the terminal, 80 columns: intervals below their figures."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, name in enumerate(HEAD):
+        table.add_column(name.partition(" (")[0], justify="left" if index == 0 else "right", no_wrap=index > 0, overflow="fold", min_width=4)
+    for row in cells(entries):
+        table.add_row(*(cell.replace(" (", "\n[dim]").replace(")", "[/]") if index else cell for index, cell in enumerate(row)))
+    return table
+
+
+def comparison_markdown(entries: Sequence[Entry]) -> str:
+    """The table, what is not comparable, and the verdicts."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|:--" + "|--:" * (len(HEAD) - 1) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in cells(entries)]
+    for title, items in (("Not comparable", differences(entries)), ("Verdicts", [str(verdict) for verdict in verdicts(entries)])):
+        if items:
+            lines += ["", f"{title}:", "", *(f"- {item}" for item in items)]
+    return "\n".join(lines) + "\n"
+
+
+def comparison_plot(entries: Sequence[Entry], path: Path) -> None:
+    """Bars of tau and of the speed-up with their intervals, one group a drafter, one colour a temperature. Written as PNG or SVG, by the suffix."""
+    from matplotlib.figure import Figure
+
+    passed = [entry for entry in entries if all(row.passed for row in entry.rows)]
+    order = [entry for entry, _ in ranked(passed, temperatures(passed)[0])] if passed else []
+    if not order:
+        raise UserError("compare: wanted at least one drafter that passed the losslessness gate for a plot, got none")
+    figure = Figure(figsize=(10, 1.2 + 0.55 * len(order)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    shown = temperatures(order)
+    height = 0.8 / len(shown)
+    for index, temperature in enumerate(shown):
+        placed = [(place, row) for place, entry in enumerate(order) if (row := _find(entry, temperature)) is not None]
+        at = [place + (index - (len(shown) - 1) / 2) * height for place, _ in placed]
+        for axes, values in (
+            (left, [(row.tau, row.tau_ci) for _, row in placed]),
+            (right, [(row.speedup.engine, row.speedup.engine_ci) for _, row in placed]),
+        ):
+            errors = [[max(0.0, value - low) for value, (low, _) in values], [max(0.0, high - value) for value, (_, high) in values]]
+            axes.barh(at, [value for value, _ in values], height=0.9 * height, xerr=errors, color=f"C{index}", label=f"T={temperature:g}", capsize=2)
+    left.set_yticks(range(len(order)), [entry.name for entry in order])
+    left.invert_yaxis()
+    left.set_xlabel("tau: tokens a target forward")
+    right.set_xlabel("speed-up over our own plain decoding")
+    right.axvline(1, color="black", linewidth=0.8)
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
