@@ -151,7 +151,7 @@ class Train(Section):
     log_every: Size = 10
     keep_last: Size = 1  # checkpoints kept for resuming, the best one not counted
     trackers: Annotated[list[Literal["wandb", "tensorboard"]], Items(0, distinct=True)] = field(default_factory=list)
-    max_hours: Positive | None = None  # stop in good order after so long
+    max_hours: Positive | None = None  # stop in good order after so long; the learning rate falls in time for it
 
     def check_together(self) -> None:
         _check_micro_batch(self.batch_size, self.micro_batch_size)

@@ -203,7 +203,7 @@ class _Training(nn.Module):
             self.model.model.config.num_hidden_layers = len(self.layers)
 
 
-def schedule(step: int, steps: int, warmup: int, decay_share: float) -> float:
+def schedule(step: float, steps: int, warmup: int, decay_share: float) -> float:
     """Warm-up, constant, then linear decay to 5 % over the last `decay_share` of the steps."""
     if step < warmup:
         return (step + 1) / warmup

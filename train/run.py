@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -247,7 +248,8 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
         task = bar.add_task("training", total=train.steps, note="")
         for step in range(train.steps + 1):
             last_step = step == train.steps
-            late = train.max_hours is not None and time.monotonic() - began > 3600 * train.max_hours
+            spent = 0.0 if train.max_hours is None else _agreed(accelerator, (time.monotonic() - began) / (3600 * train.max_hours))
+            late = spent >= 1
             if main_process and ((step and step % recipe.eval.every == 0) or last_step or late):
                 with torch.random.fork_rng():  # measuring never changes the training curve
                     drafter.eval()
@@ -262,7 +264,7 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
                 break
             target.set_taps(drafter.taps)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = train.lr * _lr_factor(train.lr_schedule, step, train.steps, warmup)
+                group["lr"] = train.lr * _lr_factor(train.lr_schedule, max(step, spent * train.steps), train.steps, warmup)
             total = 0.0
             entry: dict[str, float] = {}
             for _ in range(share // micro):
@@ -306,7 +308,14 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
     return OBJECTIVES[name].of(recipe.objective.settings)
 
 
-def _lr_factor(kind: str, step: int, steps: int, warmup: int) -> float:
+def _agreed(accelerator: Accelerator, value: float) -> float:
+    """The main process's value, in all processes: clocks differ, and all must stop at the same step, with the same learning rate."""
+    if accelerator.num_processes == 1:
+        return value
+    return float(broadcast(torch.tensor([value], dtype=torch.float32, device=accelerator.device)))
+
+
+def _lr_factor(kind: str, step: float, steps: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant":
