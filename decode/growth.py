@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import UserError
 from .draw import iid_children, without_replacement_children
+from .factorised import keep_best
 from .length import CostAware, DraftLength
 from .proposer import Accepted, Extent
 from .sampling import Sampler
@@ -280,20 +281,9 @@ class Grower(ABC):
         if self._cost is not None:
             best_C = values_BC.sort(dim=1, descending=True).values[:, :nodes].exp().mean(0).cumsum(0)
             nodes = self._cost.choose([0.0, *best_C.tolist()], len(all_values))
-        return self._keep_best(root_B, torch.cat(all_tokens, 1), values_BC, torch.cat(all_parents, 1), nodes)
+        return keep_best(root_B, torch.cat(all_tokens, 1), values_BC, torch.cat(all_parents, 1), nodes, len(all_values))
 
     def _worth_a_level(self, cost: CostAware, levels: int, values_BC: Tensor, frontier_BK: Tensor) -> bool:
         nodes = min(self.num_nodes - 1, values_BC.shape[1])
         mass = values_BC.topk(nodes, dim=1).values.exp().sum(1).mean()
         return cost.goes_on(levels, nodes + 1, *torch.stack([mass, frontier_BK.exp().sum(1).mean()]).tolist())
-
-    def _keep_best(self, root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: Tensor, nodes: int) -> DraftTree:
-        """The tree of the `nodes` best candidates. Values fall along edges; a stable sort keeps a parent before a child of equal value."""
-        order = values_BC.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
-        kept = torch.cat([torch.zeros_like(order[:, :1]), order + 1], dim=1)  # candidate ids of the nodes
-        parents = torch.cat([torch.zeros_like(order[:, :1]), parents_BC.gather(1, order)], dim=1)
-        return DraftTree.from_parents(
-            torch.cat([root_B.unsqueeze(1), tokens_BC.gather(1, order)], dim=1),
-            torch.searchsorted(kept.contiguous(), parents.contiguous()),  # candidate id -> node index
-            self.max_depth,
-        )

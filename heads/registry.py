@@ -27,11 +27,31 @@ from ..decode.free.retrieval import Retrieval
 from ..decode.free.suffix import SuffixAutomaton
 from ..decode.proposer import Proposer
 from ..decode.target import Target
+from .cascade import Cascade, check_inner
+from .cross_tokenizer import CrossTokenizer
+from .dflash import DFlash, DFlashConfig
+from .dspark import DSpark, DSparkConfig
+from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
 from .head import Head
+from .hydra import Hydra, HydraConfig
+from .medusa import Medusa, MedusaConfig
+from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from .mtp import Mtp, MtpConfig
+from .p_eagle import PEagle, PEagleConfig
 from .standalone import Standalone
 
-METHODS: dict[str, tuple[type[Head], type[Any]]] = {"eagle3": (Eagle3, Eagle3Config)}
+METHODS: dict[str, tuple[type[Head], type[Any]]] = {
+    "dflash": (DFlash, DFlashConfig),
+    "dspark": (DSpark, DSparkConfig),
+    "eagle1": (Eagle1, Eagle1Config),
+    "eagle3": (Eagle3, Eagle3Config),
+    "hydra": (Hydra, HydraConfig),
+    "medusa": (Medusa, MedusaConfig),
+    "mlp_speculator": (MLPSpeculator, MLPSpeculatorConfig),
+    "p_eagle": (PEagle, PEagleConfig),
+    "mtp": (Mtp, MtpConfig),
+}
 FILES = ("config.json", "model.safetensors", "contract.json")
 
 
@@ -97,10 +117,12 @@ class Pair:
         return {id(p): p for drafter in (self.first, self.second) for p in drafter.parameters()}.values()
 
 
-def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, Any]]:
+def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = False) -> tuple[Drafter, dict[str, Any]]:
     """(drafter, contract) of a drafter's folder, of a causal LM (folder or hub name) that is to be the draft model, or of a method of `FREE`.
 
     retrieval:FOLDER drafts from a datastore. hybrid:A+B merges the trees of two drafters of any of these names (A holds no "+"; B may be a hybrid).
+    cascade:INNER+DRAFT drafts with a causal LM, for which a method of `cascade.INNERS` drafts.
+    cross_tokenizer: a causal LM may have another tokenizer than the target's (`CrossTokenizer`), but not in a cascade.
     Raises UserError for what is none of these, or does not belong to the target.
     """
     if str(name) in FREE:
@@ -109,7 +131,9 @@ def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, A
     if kind == "retrieval":
         return _open_retrieval(rest, target)
     if kind == "hybrid":
-        return _open_hybrid(rest, target)
+        return _open_hybrid(rest, target, cross_tokenizer)
+    if kind == "cascade":
+        return _open_cascade(rest, target)
     folder = Path(name)
     if (folder / "contract.json").is_file():
         return load_drafter(folder, target)
@@ -117,10 +141,17 @@ def open_drafter(name: str | Path, target: Target) -> tuple[Drafter, dict[str, A
     if not hub_name and not _is_model(folder):
         raise UserError(
             f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, one of {', '.join(FREE)}, "
-            "retrieval:FOLDER or hybrid:A+B; give a run's drafter/ folder"
+            "retrieval:FOLDER, hybrid:A+B or cascade:INNER+DRAFT; give a run's drafter/ folder"
         )
     draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
-    return Standalone(draft).bind(target), {"draft_model": {"name": str(name), "fingerprint": draft.fingerprint()}}
+    about: dict[str, Any] = {"name": str(name), "fingerprint": draft.fingerprint()}
+    try:
+        return Standalone(draft).bind(target), {"draft_model": about}
+    except UserError:
+        if not cross_tokenizer:
+            raise
+    crossing = CrossTokenizer(draft, target)
+    return crossing, {"draft_model": about | {"shared_tokens": len(crossing.shared)}}
 
 
 def _is_model(folder: Path) -> bool:
@@ -145,12 +176,23 @@ def _open_retrieval(folder: str, target: Target) -> tuple[Drafter, dict[str, Any
     return Free("retrieval", lambda tree, depth, topk, nodes: Retrieval(store, depth, min(nodes, depth * most), matches=most)), {"datastore": about}
 
 
-def _open_hybrid(names: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+def _open_hybrid(names: str, target: Target, cross_tokenizer: bool) -> tuple[Drafter, dict[str, Any]]:
     first, _, second = names.partition("+")
     if not first or not second:
         raise UserError(f"drafter hybrid:{names}: wanted hybrid:A+B with two drafters, such as hybrid:suffix_automaton+runs/quickstart/drafter")
-    (one, its), (other, theirs) = open_drafter(first, target), open_drafter(second, target)
+    (one, its), (other, theirs) = (open_drafter(name, target, cross_tokenizer=cross_tokenizer) for name in (first, second))
     return Pair(one, other), {"first": its, "second": theirs}
+
+
+def _open_cascade(names: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    inner, _, name = names.partition("+")
+    if not inner or not name:
+        raise UserError(f"drafter cascade:{names}: wanted cascade:INNER+DRAFT, such as cascade:prompt_lookup+path/to/draft")
+    check_inner(inner)  # before a model is loaded
+    draft, contract = open_drafter(name, target)
+    if not isinstance(draft, Standalone):
+        raise UserError(f"drafter cascade:{names}: wanted a causal LM as its draft, got {draft.method}; give a model's folder or hub name")
+    return Cascade(inner, draft), contract
 
 
 def new_head(method: str, target: Target, settings: dict[str, Any]) -> Head:

@@ -92,7 +92,7 @@ def check_tokenizers(draft: Target, target: Target) -> None:
     if differing:
         raise UserError(
             f"draft model {draft.name}: wanted the tokenizer of target {target.name}, got one in which {len(differing)} tokens differ "
-            f"(such as {min(differing)!r}); choose a model of the target's family"
+            f"(such as {min(differing)!r}); choose a model of the target's family, or allow another tokenizer (--cross-tokenizer)"
         )
 
 

@@ -76,10 +76,17 @@ class Drafter(Section):
     init: Text | None = None  # folder of a drafter to continue from
     taps: Annotated[list[Count], Items(distinct=True)] | None = None  # k indexes Hugging Face's hidden_states: 0 embeddings, k after layer k
     draft_vocab_size: Size | None = None  # null: the whole vocabulary
-    num_layers: Size | None = None
+    num_layers: Size | None = None  # decoder layers
+    norm_features: bool | None = None  # EAGLE-3.1: norms on the tapped features, and on what the next step is fed
     intermediate_size: Size | None = None
     num_heads: Size | None = None
     num_kv_heads: Size | None = None
+    block_size: Size | None = None  # positions of a parallel pass: dflash, dspark, p_eagle
+    mask_token_id: Count | None = None  # token that stands for what is to be drafted; null: a mask or padding token
+    markov_rank: Size | None = None  # of the bias by the token before: dspark
+    heads: Size | None = None  # tokens that can be drafted, each by layers of its own: medusa, hydra, mlp_speculator
+    prefix_attention: bool | None = None  # Hydra++: a decoder layer before the heads
+    tie_weights: bool | None = None  # mlp_speculator: one set of layers for all steps
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -123,6 +130,14 @@ class Objective(Section):
     step_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] | None = None  # weight of step i: step_decay ** i
     normaliser: Literal["per_sequence", "per_token"] | None = None
     chunk_tokens: Size | None = None  # tokens whose logits are held at once
+    loss: Literal["ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "mixed", "topk_mass", "match"] | None = None  # see train/losses.py
+    feature_noise: NonNegative | None = None  # uniform noise on the features while training: eagle1, hass
+    feature_weight: NonNegative | None = None  # of the regression of features: eagle1, hass
+    token_weight: Positive | None = None  # of the cross-entropy beside it: eagle1, hass
+    topk: Size | None = None  # likeliest tokens of the distillation term: hass
+    topk_weight: NonNegative | None = None  # of that term: hass
+    anchors: Size | None = None  # blocks a sequence and step: dflash, dspark, p_eagle
+    labels: Literal["soft", "hard"] | None = None  # the target's distributions, or the text's tokens: medusa, hydra, mlp_speculator
 
     @property
     def settings(self) -> dict[str, Any]:

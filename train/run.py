@@ -34,7 +34,7 @@ from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
 from ..heads.head import Head
-from ..heads.registry import load_drafter, new_head, open_drafter, save_drafter
+from ..heads.registry import METHODS, load_drafter, new_head, open_drafter, save_drafter
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from .data import batches, frequent_tokens, regenerate
 from .features import Features
@@ -164,10 +164,12 @@ def check_launch() -> None:
 
 def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
-    known = ["vllm"] if recipe.drafter.method == "eagle3" else []
+    objective = make_objective(recipe)
+    plain_eagle3 = recipe.drafter.method == "eagle3" and not recipe.drafter.norm_features and recipe.drafter.num_layers in (None, 1)
+    known = ["vllm"] if plain_eagle3 else []
     unknown = [name for name in recipe.export.formats if name not in known]
     if unknown:
-        raise UserError(f"export.formats: wanted [{', '.join(known)}] for the method {recipe.drafter.method}, got [{', '.join(unknown)}]")
+        raise UserError(f"export.formats: wanted [{', '.join(known)}] for this {recipe.drafter.method} drafter, got [{', '.join(unknown)}]")
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
     main_process = accelerator.is_main_process
     if _finished(folder):
@@ -191,7 +193,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     generated = time.monotonic() - began
     figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(len(i) - p for i, p in sequences)}
     if not (folder / "drafter" / "config.json").is_file():
-        figures |= _fit(recipe, folder, accelerator, target, sequences)
+        figures |= _fit(recipe, objective, folder, accelerator, target, sequences)
         if main_process:
             (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     accelerator.wait_for_everyone()
@@ -203,7 +205,9 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     return _finish(_measure(recipe, folder, target, figures), folder)
 
 
-def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: Target, sequences: list[tuple[list[int], int]]) -> dict[str, Any]:
+def _fit(
+    recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: Accelerator, target: Target, sequences: list[tuple[list[int], int]]
+) -> dict[str, Any]:
     """The training loop: step / log / measure by real decoding / keep the best."""
     train, main_process = recipe.train, accelerator.is_main_process
     torch.manual_seed(train.seed)
@@ -211,7 +215,6 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
         raise UserError(f"train.keep_last: wanted 1, got {train.keep_last}; resuming is not supported yet, so only the best checkpoint is kept")
     if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
         raise UserError(f"train.micro_batch_size: wanted at most batch_size / processes, got {train.micro_batch_size} on {accelerator.num_processes}")
-    objective = make_objective(recipe)
     if recipe.drafter.init:
         drafter, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
         if drafter.method != recipe.drafter.method:
@@ -301,10 +304,14 @@ def _fit(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: 
 
 
 def make_objective(recipe: DrafterRecipe) -> Objective:
-    """The objective that the recipe names, or the method's own. Raises UserError if there is none of that name, or for settings it does not have."""
+    """The objective that the recipe names, or the method's own. Raises UserError for one that does not train the method, or lacks a setting."""
     name = recipe.objective.name or recipe.drafter.method
-    if name not in OBJECTIVES:
-        raise UserError(f"objective.name: wanted one of {', '.join(OBJECTIVES)}, got {name}")
+    method = recipe.drafter.method
+    if method not in METHODS:
+        raise UserError(f"drafter.method: wanted one of {', '.join(METHODS)}, got {method}")
+    fitting = [known for known, objective in OBJECTIVES.items() if issubclass(METHODS[method][0], objective.trains)]
+    if name not in fitting:
+        raise UserError(f"objective.name: wanted one of {', '.join(fitting)} for the method {method}, got {name}")
     return OBJECTIVES[name].of(recipe.objective.settings)
 
 

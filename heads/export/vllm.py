@@ -80,6 +80,10 @@ def expected_shapes(config: Eagle3Config) -> dict[str, list[int]]:
 def export(drafter: Eagle3, contract: dict[str, Any], folder: Path, depth: int) -> None:
     """Write the folder, whole or not at all. Raises UserError if the head cannot be expressed in this layout."""
     config, shapes = drafter.config, expected_shapes(drafter.config)
+    if config.num_layers > 1 or config.norm_features:
+        raise UserError(
+            f"export vllm: wanted one layer and no norm_features, got {config.num_layers} and {config.norm_features}; use export.formats=[]"
+        )
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items() if name in shapes}
     got = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if got != shapes:

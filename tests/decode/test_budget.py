@@ -16,7 +16,8 @@ from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.sampling import NoiseWindow, Sampler, SamplingParams
 from draftsmith.decode.target import Target
-from draftsmith.heads.eagle3 import Eagle3, Eagle3Config, Eagle3Proposer
+from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
+from draftsmith.heads.recurrent import RecurrentProposer
 from draftsmith.heads.standalone import Standalone, StandaloneProposer, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -44,7 +45,7 @@ def held(cache: TreeCache | None) -> int:
     return 0 if cache is None else sum(store.nbytes for store in (cache._shared, *cache._odd.values()) if store is not None)
 
 
-def drafter(kind: str, target: Target, **how: Any) -> Eagle3Proposer | StandaloneProposer:
+def drafter(kind: str, target: Target, **how: Any) -> RecurrentProposer | StandaloneProposer:
     if kind == "eagle3":
         return Eagle3(Eagle3Config.for_target(target, draft_vocab_size=50)).to(target.dtype).bind(target).proposer(**how)
     draft = early_exit(target, [0, 3]) if kind == "early exit" else Standalone(tiny("gpt2", target.dtype)).bind(target)
@@ -97,7 +98,7 @@ def test_the_planned_drafter_cache_is_the_one_that_is_made(kind: str, how: dict[
     engine = Engine(target, proposer)
     parts = plan_of(engine, 3, 20).parts
     engine.generate(PROMPTS, GREEDY, 20)
-    if isinstance(proposer, Eagle3Proposer):
+    if isinstance(proposer, RecurrentProposer):
         made = sum(tensor.nbytes for tensor in (proposer._keys, proposer._values, proposer._cos, proposer._sin))
     else:
         made = held(proposer.draft._cache)

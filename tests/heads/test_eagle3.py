@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,40 @@ from draftsmith.decode.proposer import Accepted
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config, default_taps
-from draftsmith.heads.registry import load_drafter, save_drafter
+from draftsmith.heads.export import vllm
+from draftsmith.heads.recurrent import RecurrentHead
+from draftsmith.heads.registry import load_drafter, new_head, save_drafter
 from draftsmith.recipes.schema import TargetRef
 from draftsmith.train.losses import chunked_soft_cross_entropy, soft_cross_entropy
 from draftsmith.train.objectives.common import Batch
 from draftsmith.train.objectives.eagle3 import Eagle3Objective
+
+from .recurrent import (
+    CHAIN,
+    TREE,
+    Weights,
+    check_cache,
+    check_decoding,
+    check_folder,
+    check_objective,
+    check_over_fit,
+    check_training_pass,
+    layer,
+    make,
+    plain_cross_entropy,
+    rms,
+    step_means,
+    tiny_target,
+)
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one layer": {"num_layers": 1},
+    "norms": {"norm_features": True},
+    "two layers": {"num_layers": 2},
+    "norms, three layers": {"norm_features": True, "num_layers": 3},
+}
+switches = pytest.mark.parametrize("settings", SWITCHES.values(), ids=SWITCHES)
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +235,84 @@ def test_config_is_checked(target: Target) -> None:
         Eagle3Config.for_target(target, draft_vocab_size=4000)
     assert default_taps(32) == (2, 16, 29) and default_taps(2) == (1, 2)
     assert json.loads(json.dumps(Eagle3Config.for_target(target).taps)) == [2, 6, 9]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Target:
+    return tiny_target()
+
+
+def plain(head: RecurrentHead, w: Weights, embedded: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+    """The states of a sequence, by tensor names."""
+    first = torch.cat([rms(embedded, w["midlayer.input_layernorm.weight"]), rms(fed, w["midlayer.hidden_norm.weight"])], dim=-1)
+    hidden = layer(w, "midlayer", head, first, fed)
+    for index in range(1, 4):
+        if f"layers.{index}.input_layernorm.weight" in w:
+            hidden = layer(w, f"layers.{index}", head, rms(hidden, w[f"layers.{index}.input_layernorm.weight"]), hidden)
+    return rms(hidden, w["norm.weight"]) if "fc_norm.0.weight" in w else hidden
+
+
+def combined(w: Weights, taps: torch.Tensor) -> torch.Tensor:
+    """What step 0 is fed, by tensor names."""
+    parts = taps.chunk(w["fc.weight"].shape[1] // 32, dim=-1)
+    if "fc_norm.0.weight" in w:
+        parts = tuple(rms(part, w[f"fc_norm.{index}.weight"]) for index, part in enumerate(parts))
+    return torch.cat(parts, dim=-1) @ w["fc.weight"].t()
+
+
+@switches
+def test_with_each_switch_the_training_pass_equals_the_arithmetic_written_out(tiny: Target, settings: dict[str, Any]) -> None:
+    check_training_pass(make("eagle3", tiny, **settings), plain, combined, tiny)
+
+
+@switches
+def test_with_each_switch_the_training_pass_equals_drafting_with_the_cache(tiny: Target, settings: dict[str, Any]) -> None:
+    check_cache(make("eagle3", tiny, **settings), tiny)
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_norms_and_layers_decoding_is_token_identical(tiny: Target, how: dict[str, Any], temperature: float) -> None:
+    check_decoding(make("eagle3", tiny, **SWITCHES["norms, three layers"]), tiny, how, temperature)
+
+
+@pytest.mark.parametrize("settings", [SWITCHES["norms"], SWITCHES["two layers"]], ids=["norms", "two layers"])
+def test_with_each_switch_the_objective_equals_the_formula(tiny: Target, settings: dict[str, Any]) -> None:
+    head = make("eagle3", tiny, **settings)
+
+    def written_out(batch: Batch) -> torch.Tensor:
+        step = tiny.features(batch.ids_BT, batch.position_BT, batch.document_BT)
+        assert step.taps_BNF is not None
+        outputs = head.training_outputs(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, 2)
+        logits = tiny.logits(step.hidden_BNH).float()
+        first, second = (step_means(head, batch, k, plain_cross_entropy(head, outputs, logits, k)) for k in range(2))
+        return (first + 0.5 * second) / 1.5
+
+    check_objective(head, tiny, Eagle3Objective(steps=2, step_decay=0.5, chunk_tokens=7), written_out)
+
+
+def test_with_norms_and_layers_a_head_that_knows_the_text_is_accepted(tiny: Target) -> None:
+    check_over_fit("eagle3", tiny, Eagle3Objective(steps=3), steps=60, least=3.0, norm_features=True, num_layers=2)
+
+
+def test_the_switches_add_the_tensors_that_engines_name_so_and_nothing_else(tiny: Target, tmp_path: Path) -> None:
+    names = {name: set(make("eagle3", tiny, **settings).state_dict()) for name, settings in SWITCHES.items()}
+    assert names["default"] == names["one layer"] and len(names["default"]) == 15
+    assert names["norms"] - names["default"] == {f"fc_norm.{index}.weight" for index in range(len(default_taps(4)))}
+    added = names["two layers"] - names["default"]
+    assert len(added) == 9 and all(name.startswith("layers.1.") for name in added) and "layers.1.input_layernorm.weight" in added
+    check_folder(make("eagle3", tiny, **SWITCHES["norms, three layers"]), tiny, tmp_path)
+
+
+@pytest.mark.parametrize("settings", [SWITCHES["norms"], SWITCHES["two layers"]], ids=["norms", "two layers"])
+def test_the_exporter_refuses_what_it_cannot_write_and_leaves_no_folder(tiny: Target, tmp_path: Path, settings: dict[str, Any]) -> None:
+    head = make("eagle3", tiny, **settings)
+    assert isinstance(head, Eagle3)
+    with pytest.raises(UserError, match="export vllm: wanted one layer and no norm_features"):
+        vllm.export(head, {}, tmp_path / "out", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_layer_is_refused(tiny: Target) -> None:
+    with pytest.raises(UserError, match=r"drafter\.num_layers: wanted at least 1, got 0"):
+        new_head("eagle3", tiny, {"num_layers": 0})

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from .common import Objective
+from .dflash import DFlashObjective
+from .dspark import DSparkObjective
+from .eagle1 import Eagle1Objective, HassObjective
 from .eagle3 import Eagle3Objective
+from .hydra import HydraObjective
+from .medusa import MedusaObjective
+from .mlp_speculator import MLPSpeculatorObjective
+from .mtp import MtpObjective
+from .p_eagle import PEagleObjective
 
-OBJECTIVES: dict[str, type[Objective]] = {objective.name: objective for objective in (Eagle3Objective,)}
+OBJECTIVES: dict[str, type[Objective]] = {
+    objective.name: objective
+    for objective in (
+        DFlashObjective,
+        DSparkObjective,
+        Eagle1Objective,
+        Eagle3Objective,
+        HassObjective,
+        HydraObjective,
+        MLPSpeculatorObjective,
+        MedusaObjective,
+        PEagleObjective,
+        MtpObjective,
+    )
+}

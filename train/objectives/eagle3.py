@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...decode.target import Step, Target
-from ...heads.eagle3 import Eagle3
 from ...heads.head import Head
-from ..losses import chunked_soft_cross_entropy
+from ...heads.recurrent import RecurrentHead
+from ..losses import chunked_loss
 from .common import Batch, Objective, Places, judged
 
 
@@ -26,11 +26,13 @@ class Eagle3Objective(Objective):
     """
 
     name: ClassVar[str] = "eagle3"
+    trains: ClassVar[type[nn.Module]] = RecurrentHead
     steps: int = 4
+    loss: str = "ce"
 
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
         """(loss, metrics): see `Objective`. Logits of a whole batch, the drafter's or the target's, are never held."""
-        assert isinstance(drafter, Eagle3)
+        assert isinstance(drafter, RecurrentHead)
         step = step or target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         assert step.taps_BNF is not None, "target.set_taps() comes first"
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, self.steps)
@@ -39,19 +41,20 @@ class Eagle3Objective(Objective):
         size, total = batch.ids_BT.shape
         weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], places.place_N // total, size)
         ids_V, hidden_SNH = drafter.draft_ids, places.gathered(outputs, back)
-        loss = chunked_soft_cross_entropy(
-            drafter.norm(hidden_SNH),
-            drafter.lm_head.weight,
+        loss = chunked_loss(
+            self.loss,
+            drafter.readout(hidden_SNH),
+            drafter.output_rows(),
             weight_SN,
             lambda start, stop: places.probs(target, ids_V, start, stop),
             self.chunk_tokens,
         )
-        return loss, {"accuracy_0": self._accuracy(drafter, hidden_SNH[0].detach(), places)}
+        return loss, {"accuracy_0": accuracy(drafter, hidden_SNH, places)}
 
-    @staticmethod
-    @torch.no_grad()
-    def _accuracy(drafter: Eagle3, hidden_NH: Tensor, places: Places, sample: int = 256) -> float:
-        """Share of (the first `sample`) judged places whose draft argmax is the target's; those outside the draft vocabulary count as misses."""
-        chosen = places.judged_SN[0].nonzero().squeeze(1)[:sample]
-        choice = drafter.draft_ids[drafter.logits(hidden_NH[chosen]).argmax(-1)]
-        return float((choice == places.best_N[chosen]).float().mean()) if len(chosen) else 0.0
+
+@torch.no_grad()
+def accuracy(drafter: RecurrentHead, hidden_SNH: Tensor, places: Places, sample: int = 256) -> float:
+    """Share of (the first `sample`) places judged by step 0 whose draft argmax is the target's; ones outside the draft vocabulary are misses."""
+    chosen = places.judged_SN[0].nonzero().squeeze(1)[:sample]
+    choice = drafter.draft_ids[drafter.logits(hidden_SNH[0, chosen]).argmax(-1)]
+    return float((choice == places.best_N[chosen]).float().mean()) if len(chosen) else 0.0

@@ -1,0 +1,122 @@
+"""DFlash's objective (2602.06036): soft cross-entropy of blocks that start at sampled anchors, later positions weighing less.
+
+    loss = sum_s w_s mean CE(target's distribution of token p + 1 + s, prediction s of the block at anchor p),     w_s ~ step_decay^s
+
+Dims: B batch, T sequence, A anchors, S predictions of a block, X all predictions (judged or not), P judged ones, N places, H hidden,
+V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...decode.target import Step, Target
+from ...heads.dflash import DFlash
+from ...heads.head import Head
+from ..losses import chunked_soft_cross_entropy
+from .common import Batch, Objective, Places, judged
+
+
+def sample_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """(columns [B, A] ascending, whether they are anchors [B, A]): up to `count` a row, drawn evenly from those whose next token is to be learned."""
+    chance_BT = torch.rand(batch.ids_BT.shape, device=batch.ids_BT.device).masked_fill(~judged(batch, 0), -1.0)
+    chance_BA, anchors_BA = chance_BT.topk(min(count, chance_BT.shape[1]), dim=1)
+    anchors_BA, order = anchors_BA.sort(dim=1)
+    return anchors_BA, chance_BA.gather(1, order) >= 0
+
+
+def judged_predictions(batch: Batch, anchors_BA: Tensor, valid_BA: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """(places [B, A, S], whether they judge [B, A, S]). Prediction s at anchor p is judged at place p + first + s.
+
+    That is by the distribution of the token after it. All tokens after the anchor up to that one lie in its document and are to be learned: no
+    block is judged beyond a gap.
+    """
+    total = batch.ids_BT.shape[1]
+    token_BAS = anchors_BA.unsqueeze(2) + 1 + torch.arange(first + steps, device=anchors_BA.device)
+    here = token_BAS.clamp(max=total - 1).flatten(1)
+    same = batch.document_BT.gather(1, here).view(token_BAS.shape) == batch.document_BT.gather(1, anchors_BA).unsqueeze(2)
+    good = batch.loss_BT.gather(1, here).view(token_BAS.shape) & same & (token_BAS < total) & valid_BA.unsqueeze(2)
+    row_B11 = torch.arange(len(anchors_BA), device=anchors_BA.device).view(-1, 1, 1)
+    place_BAS = row_B11 * total + (token_BAS - 1).clamp(max=total - 1)
+    return place_BAS[:, :, first:], good.int().cumprod(2).bool()[:, :, first:]
+
+
+def places_of(place_X: Tensor, kept_X: Tensor, batch: Batch, step: Step, target: Target, chunk: int) -> tuple[Places, Tensor]:
+    """(the places that judge any prediction, the target's greedy choices at all places [B * T], 0 where none judges)."""
+    judges_BT = torch.zeros_like(batch.loss_BT)
+    judges_BT.view(-1)[place_X[kept_X]] = True
+    places = Places.of(judges_BT.unsqueeze(0), step, target, chunk)
+    best = torch.zeros_like(batch.ids_BT).view(-1)
+    best[places.place_N] = places.best_N
+    return places, best
+
+
+def in_order_of_places(place_X: Tensor, weight_X: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """(predictions that weigh anything, by the place that judges them [P]; the number of that place among `places` [P])."""
+    chosen_P = weight_X.nonzero().squeeze(1)
+    chosen_P = chosen_P[place_X[chosen_P].argsort(stable=True)]
+    return chosen_P, torch.searchsorted(places.place_N, place_X[chosen_P])
+
+
+def soft_loss(
+    hidden_XH: Tensor, place_X: Tensor, weight_X: Tensor, rows_VH: Tensor, drafter: Head, places: Places, target: Target, chunk: int
+) -> Tensor:
+    """sum_x weight_x CE(target's distribution at place x over the draft vocabulary, softmax(rows hidden_x)).
+
+    A chunk of predictions asks for few distributions more than it has places, as predictions are taken in their order.
+    """
+    chosen_P, of_P = in_order_of_places(place_X, weight_X, places)
+    ids_V = drafter.draft_ids
+
+    def probs(start: int, stop: int) -> Tensor:
+        low, high = int(of_P[start]), int(of_P[stop - 1]) + 1
+        return places.probs(target, ids_V, low, high)[of_P[start:stop] - low]
+
+    return chunked_soft_cross_entropy(hidden_XH[chosen_P].unsqueeze(0), rows_VH, weight_X[chosen_P].unsqueeze(0), probs, chunk)
+
+
+@torch.no_grad()
+def agreement(hidden_PH: Tensor, best_P: Tensor, rows_VH: Tensor, drafter: Head, sample: int = 256) -> float:
+    """Share of (the first `sample`) predictions whose argmax is the target's choice; choices outside the draft vocabulary count as misses."""
+    choice_P = drafter.draft_ids[(hidden_PH[:sample] @ rows_VH.t()).argmax(-1)]
+    return float((choice_P == best_P[:sample]).float().mean()) if len(choice_P) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashObjective(Objective):
+    """anchors: blocks a sequence and step. step_decay: exp(-1 / gamma) of the paper, whose gamma is 4 for blocks of 7 or 8, 7 for blocks of 16.
+
+    Places whose greedy choice lies outside the draft vocabulary carry no loss, but count as misses in `accuracy_0` (which is teacher-forced).
+    """
+
+    name: ClassVar[str] = "dflash"
+    trains: ClassVar[type[nn.Module]] = DFlash
+    step_decay: float = math.exp(-1 / 4)
+    anchors: int = 32
+
+    def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics): see `Objective`. Logits of a whole batch, the drafter's or the target's, are never held."""
+        assert isinstance(drafter, DFlash)
+        step = step or target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
+        assert step.taps_BNF is not None, "target.set_taps() comes first"
+        anchors_BA, valid_BA = sample_anchors(batch, self.anchors)
+        hidden_BASH = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, anchors_BA)
+        place_BAS, kept_BAS = judged_predictions(batch, anchors_BA, valid_BA, hidden_BASH.shape[2])
+        places, best = places_of(place_BAS.flatten(), kept_BAS.flatten(), batch, step, target, self.chunk_tokens)
+        weight_BAS = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]])
+        rows_VH = drafter.output_rows()
+        loss = soft_loss(hidden_BASH.flatten(0, 2), place_BAS.flatten(), weight_BAS.flatten(), rows_VH, drafter, places, target, self.chunk_tokens)
+        first = kept_BAS[:, :, 0]
+        return loss, {"accuracy_0": agreement(hidden_BASH[:, :, 0][first].detach(), best[place_BAS[:, :, 0]][first], rows_VH, drafter)}
+
+    def block_weights(self, kept_BAS: Tensor) -> Tensor:
+        """`Objective.weights` of blocks, [B, A, S]."""
+        rows, anchors, steps = kept_BAS.shape
+        row_N = torch.arange(rows, device=kept_BAS.device).repeat_interleave(anchors)
+        weight_SN = self.weights(kept_BAS.flatten(0, 1).t(), row_N, rows)
+        return weight_SN.t().reshape(rows, anchors, steps)
