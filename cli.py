@@ -59,7 +59,7 @@ def eval_command(
     max_new_tokens: int = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="may be given several times; 0 and 1 if not given")] = None,
     tree: Annotated[str, typer.Option(help="chain, dynamic, or cost_aware: as large as it pays by latencies measured at the start")] = "chain",
-    depth: int = 5,
+    depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
     topk: int = 4,
     nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
     length: Annotated[str | None, typer.Option(help="additive, acceptance, confidence or entropy: decides a chain's depth round by round")] = None,
@@ -76,7 +76,7 @@ def eval_command(
     from .decode.prompts import render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
-    from .eval.drafting import make_proposer, plain
+    from .eval.drafting import default_depth, make_proposer, plain
     from .eval.harness import Settings, build_report, choose_threads, evaluate
     from .eval.report import terminal_table, write_report
     from .eval.suites import load_suite
@@ -90,7 +90,6 @@ def eval_command(
     for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
         if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
-    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length)  # type: ignore[arg-type]
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
     head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
@@ -100,6 +99,8 @@ def eval_command(
     )
     assert loaded.tokenizer is not None
     first = render_prompt(loaded.tokenizer, prompts.prompts[0])
+    depth = default_depth(head) if depth is None else depth
+    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length)  # type: ignore[arg-type]
     used = choose_threads(loaded, first, settings)
     proposer = make_proposer(head, decode, loaded, first)
     with console.status("evaluation") as status:
@@ -154,7 +155,7 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
-    depth: int = 5,
+    depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
     cross_tokenizer: CrossTokenizer = False,
 ) -> None:
     """Stream text; tokens that were drafted are coloured, the target's own are plain."""
@@ -162,6 +163,7 @@ def generate(
     from .decode.prompts import eos_ids, render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
+    from .eval.drafting import default_depth
     from .heads.registry import open_drafter
     from .recipes.schema import TargetRef
 
@@ -176,7 +178,9 @@ def generate(
         console.print(tokenizer.decode(new[drafted:], skip_special_tokens=True), end="", markup=False, highlight=False)
 
     ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-    out = Engine(loaded, head.proposer(depth=depth)).generate([ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show)
+    out = Engine(loaded, head.proposer(depth=default_depth(head) if depth is None else depth)).generate(
+        [ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show
+    )
     new, rounds = len(out.tokens[0]) - 1, len(out.rounds[0])
     if rounds:
         console.print(f"\n\n{new + 1} tokens, tau {new / rounds:.2f}, {new / out.times.decode:.1f} tokens/s", highlight=False)

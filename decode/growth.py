@@ -37,6 +37,7 @@ class Grower(ABC):
     """
 
     ahead = 0  # entries in the cache beyond the target's committed tokens
+    by_level = True  # whether a deeper tree takes longer to draft
     max_positions: int | None = None  # of the longest text that the model can follow; None: any
 
     def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
@@ -105,6 +106,8 @@ class Grower(ABC):
     def cost(self, policy: CostAware | None) -> None:
         if policy is not None and (self.topk == 1 or self.kind != "deterministic"):
             raise UserError(f"cost-aware tree: wanted a dynamic tree, got topk {self.topk}, kind {self.kind}; for chains set a draft length")
+        if policy is not None and not self.by_level:
+            raise UserError("cost-aware tree: wanted a drafter that drafts level by level, got one that drafts a block at once; use dynamic")
         self._cost = policy
 
     @abstractmethod

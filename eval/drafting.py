@@ -41,6 +41,12 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     return proposer
 
 
+def default_depth(drafter: Drafter, most: int = 5) -> int:
+    """Draft tokens in a row where nobody says how many: `most`, or as many as the drafter can."""
+    longest: int | None = getattr(drafter, "longest", None)
+    return most if longest is None else min(most, longest)
+
+
 def plain(decode: Decode) -> Decode:
     """Without the policies that look at how drafts grow, which not every drafter has."""
     return dataclasses.replace(decode, tree="dynamic" if decode.tree == "cost_aware" else decode.tree, length=None)

@@ -199,9 +199,14 @@ class DFlash(Head):
         cos, sin = self.block_layers()[0].self_attn.rotary(position_BM)
         return cos.to(self.fc.weight.dtype).unsqueeze(1), sin.to(self.fc.weight.dtype).unsqueeze(1)
 
+    @property
+    def longest(self) -> int:
+        """A block's positions that predict."""
+        return self.config.block_size - self.skipped
+
     def check_depth(self, depth: int) -> None:
         """Raise UserError if it was not trained to draft so deep."""
-        most = self.config.block_size - self.skipped
+        most = self.longest
         if not 1 <= depth <= most:
             size = self.config.block_size
             raise UserError(f"decode.depth: wanted 1 .. {most} (drafter.block_size is {size}), got {depth}; train longer blocks to draft deeper")
@@ -230,6 +235,7 @@ class _Fused:
 class BlockGrower(Grower):
     """Grows drafts from logits of all depths, `_logits_BDV`: chains (topk 1), or the likeliest trees (`best_first`)."""
 
+    by_level = False
     _logits_BDV: Tensor
     _at = 0  # the depth, counted from 0, that is drafted next where that is done level by level
 

@@ -132,6 +132,7 @@ class DSparkProposer(DFlashProposer):
     """
 
     head: DSpark
+    by_level = True
 
     def __init__(self, head: DSpark, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic", min_confidence: float | None = None) -> None:
         super().__init__(head, depth=depth, topk=topk, nodes=nodes, kind=kind)

@@ -110,6 +110,11 @@ class Head(nn.Module, ABC):
         return self.sizes.taps
 
     @property
+    def longest(self) -> int | None:
+        """The most tokens in a row that it can draft. None: any."""
+        return None
+
+    @property
     def target(self) -> Target:
         """The target that it is bound to."""
         assert self._target, "bind(target) comes first"

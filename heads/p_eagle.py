@@ -116,9 +116,14 @@ class PEagle(Eagle3):
             mask_hidden = layer.finish(mask_hidden, attention.output(mixed))
         return self.leave(hidden), self.leave(mask_hidden).view(rows, anchors, count, -1)
 
+    @property
+    def longest(self) -> int:
+        """A block's positions."""
+        return self.config.block_size
+
     def check_depth(self, depth: int) -> None:
         """Raise UserError if it was not trained to draft so deep."""
-        most = self.config.block_size
+        most = self.longest
         if not 1 <= depth <= most:
             raise UserError(f"decode.depth: wanted 1 .. {most} (drafter.block_size is {most}), got {depth}; train longer blocks to draft deeper")
 

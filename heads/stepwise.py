@@ -50,6 +50,11 @@ class StepwiseHead(Head):
     def training_outputs(self, taps_BTF: Tensor, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor) -> list[Tensor]:
         """What each head gives to its output layer, for every position, the true tokens being those drafted before."""
 
+    @property
+    def longest(self) -> int:
+        """One token a head."""
+        return self.heads
+
     def check_depth(self, depth: int) -> None:
         """Raise UserError if it cannot draft so many tokens."""
         if not 1 <= depth <= self.heads:

@@ -222,6 +222,7 @@ def _fit(
         drafter.train()
     else:
         drafter = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+        make_proposer(drafter, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
         drafter.set_draft_vocabulary(frequent_tokens(sequences, drafter.sizes.draft_vocab_size, drafter.sizes.target_vocab_size), target)
     betas = (train.betas[0], train.betas[1])
     optimizers: list[torch.optim.Optimizer]

@@ -31,6 +31,7 @@ class MedusaObjective(Objective):
     """
 
     name: ClassVar[str] = "medusa"
+    trains: ClassVar[type[nn.Module]] = StepwiseHead
     labels: Literal["soft", "hard"] = "soft"
 
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
