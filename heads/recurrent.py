@@ -22,7 +22,7 @@ from .. import UserError
 from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
-from .blocks import DecoderLayer, Documents, RMSNorm, unrolled_attention
+from .blocks import DecoderLayer, Documents, RMSNorm, fused_matrix, unrolled_attention
 from .head import Head, LayerConfig
 
 
@@ -109,21 +109,14 @@ def check_output_layer(target: Target) -> None:
         raise UserError("drafter.method: wanted a target whose output layer has no bias, got one that has; use eagle3, which has an output layer")
 
 
-@torch.no_grad()
-def _matrix(*weights: Tensor) -> Tensor:
-    """Weights [R_i, H] of projections of one input as a matrix [H, sum R_i]. On a CPU it is laid out anew: a product then takes half the time."""
-    whole = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
-    return whole.t().contiguous() if whole.device.type == "cpu" else whole.t()
-
-
 class _Fused:
     """A decoder layer's matrices, joined where they read the same input, and its norms."""
 
     def __init__(self, layer: DecoderLayer, first: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _matrix(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        self.gate_up = _matrix(mlp.gate_proj.weight, mlp.up_proj.weight)
-        self.output, self.down = _matrix(attention.o_proj.weight), _matrix(mlp.down_proj.weight)
+        self.qkv = fused_matrix(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        self.gate_up = fused_matrix(mlp.gate_proj.weight, mlp.up_proj.weight)
+        self.output, self.down = fused_matrix(attention.o_proj.weight), fused_matrix(mlp.down_proj.weight)
         self.before: RMSNorm | None = None if first else layer.input_layernorm
         self.between = layer.post_attention_layernorm
 
@@ -139,7 +132,7 @@ class RecurrentProposer(Grower):
         super().__init__(taps=head.taps, depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.head = head
         self._layers = [_Fused(layer, first=index == 0) for index, layer in enumerate(head.decoder_layers())]
-        self._vocabulary, self._ids = _matrix(head.output_rows()), head.draft_ids
+        self._vocabulary, self._ids = fused_matrix(head.output_rows()), head.draft_ids
         self._keys = self._values = self._cos = self._sin = torch.empty(0)
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # each layer's keys and values: views
 
