@@ -310,7 +310,7 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
     method = recipe.drafter.method
     if method not in METHODS:
         raise UserError(f"drafter.method: wanted one of {', '.join(METHODS)}, got {method}")
-    fitting = [known for known, objective in OBJECTIVES.items() if issubclass(METHODS[method][0], objective.trains)]
+    fitting = [known for known, objective in OBJECTIVES.items() if METHODS[method][0] in objective.trains]
     if name not in fitting:
         raise UserError(f"objective.name: wanted one of {', '.join(fitting)} for the method {method}, got {name}")
     return OBJECTIVES[name].of(recipe.objective.settings)

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from draftsmith import UserError
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.growth import Grower
 from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.heads.head import Head
-from draftsmith.heads.registry import load_drafter, new_head, save_drafter
-from draftsmith.train.objectives.common import Batch, Objective
-from transformers import AutoModelForCausalLM, LlamaConfig
+from draftsmith.heads.registry import new_head
+from draftsmith.train.objectives.common import Objective
 
-from ..decode.sizes import SIZES
+from .tiny import VOCAB, features, random_ids, whole
 
-VOCAB = 60  # of 97
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [12, 80, 6, 6, 6, 19]]
 CHAIN: dict[str, Any] = {"tree": "chain", "depth": 4}
 TREE: dict[str, Any] = {"tree": "dynamic", "depth": 4, "topk": 3, "nodes": 12}
-
-
-def tiny_target(seed: int = 0) -> Target:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger weights, so that attention matters and text is not constant
-            if parameter.ndim == 2:
-                parameter.mul_(4)
-    return Target(model, None, "tiny")
 
 
 def make(method: str, target: Target, draft_vocab_size: int = VOCAB, seed: int = 0, noise: float = 0.1, **settings: Any) -> Head:
@@ -45,33 +30,6 @@ def make(method: str, target: Target, draft_vocab_size: int = VOCAB, seed: int =
         for parameter in head.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
     return head.eval()
-
-
-def random_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def whole(ids: torch.Tensor) -> Batch:
-    """Every token is to be learnt; rows are documents."""
-    return Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1]).expand_as(ids), torch.zeros_like(ids))
-
-
-def ragged() -> Batch:
-    """Two rows: one with a prompt and a gap that are not learnt, one with two documents and padding."""
-    batch = whole(random_ids(2, 24))
-    batch.loss_BT[0, :9] = False
-    batch.loss_BT[0, 15:17] = False
-    batch.document_BT[1, 8:] = 1
-    batch.document_BT[1, 17:] = -1
-    batch.loss_BT[1, 17:] = False
-    return batch
-
-
-def features(target: Target, head: Head, batch: Batch) -> torch.Tensor:
-    target.set_taps(head.taps)
-    taps = target.features(batch.ids_BT, batch.position_BT, batch.document_BT).taps_BNF
-    assert taps is not None
-    return taps
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -162,15 +120,3 @@ def tau(target: Target, proposer: Any, prompt: list[int], params: SamplingParams
     out = Engine(target, proposer).generate([prompt], params, len(text))
     assert out.tokens[0] == text
     return (len(text) - 1) / len(out.rounds[0])
-
-
-def check_folder(target: Target, head: Any, path: Path) -> None:
-    """Save and load; another target is refused."""
-    contract = {"target": {"name": "tiny", "fingerprint": target.fingerprint()}}
-    save_drafter(head, path / "d", contract)
-    loaded, read = load_drafter(path / "d", target)
-    assert read == contract and loaded.sizes == head.sizes and loaded.method == head.method
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name])
-    with pytest.raises(UserError, match="belongs to another target"):
-        load_drafter(path / "d", tiny_target(seed=1))

@@ -6,39 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from draftsmith import UserError
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.proposer import Accepted
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.heads.recurrent import RecurrentHead, RecurrentProposer
-from draftsmith.heads.registry import load_drafter, new_head, save_drafter
+from draftsmith.heads.registry import new_head
 from draftsmith.train.losses import soft_cross_entropy
 from draftsmith.train.objectives.common import Batch, Objective
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..decode.sizes import SIZES
+from .tiny import VOCAB, features, ragged, random_ids, whole
 
-VOCAB = 60  # of 97
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11], [12, 80, 6, 6, 6, 19, 21, 20, 50, 51, 52, 53]]
 CHAIN: dict[str, Any] = {"tree": "chain", "depth": 4}
 TREE: dict[str, Any] = {"tree": "dynamic", "depth": 3, "topk": 3, "nodes": 12}
 Weights = dict[str, torch.Tensor]
-
-
-def tiny_target(**settings: Any) -> Target:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **settings))
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger weights, so that attention matters and text is not constant
-            if parameter.ndim == 2:
-                parameter.mul_(4)
-    return Target(model, None, "tiny")
 
 
 def make(method: str, target: Target, draft_vocab_size: int = VOCAB, **settings: Any) -> RecurrentHead:
@@ -51,31 +36,6 @@ def make(method: str, target: Target, draft_vocab_size: int = VOCAB, **settings:
             parameter.add_((0.3 if parameter.ndim == 1 else 0.1) * torch.randn_like(parameter))
     assert isinstance(head, RecurrentHead)
     return head.eval()
-
-
-def random_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def whole(ids: torch.Tensor) -> Batch:
-    """Every token is to be learnt; rows are documents."""
-    return Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1]).expand_as(ids), torch.zeros_like(ids))
-
-
-def ragged() -> Batch:
-    """Two rows: one with a prompt that is not learnt, one with padding."""
-    batch = whole(random_ids(2, 24))
-    batch.loss_BT[0, :9] = False
-    batch.document_BT[1, 15:] = -1
-    batch.loss_BT[1, 15:] = False
-    return batch
-
-
-def features(target: Target, head: RecurrentHead, batch: Batch) -> torch.Tensor:
-    target.set_taps(head.taps)
-    taps = target.features(batch.ids_BT, batch.position_BT, batch.document_BT).taps_BNF
-    assert taps is not None
-    return taps
 
 
 # The arithmetic, written out
@@ -248,16 +208,3 @@ def check_over_fit(method: str, target: Target, objective: Objective, steps: int
     out = Engine(target, head.eval().proposer(depth=3)).generate([prompt], params, 40)
     assert out.tokens[0] == text
     assert (len(text) - 1) / len(out.rounds[0]) >= least
-
-
-def check_folder(head: RecurrentHead, target: Target, folder: Path) -> None:
-    """Saved and loaded it is the same; for another target it is refused."""
-    contract = {"target": {"name": "tiny", "fingerprint": target.fingerprint()}}
-    save_drafter(head, folder / "d", contract)
-    loaded, _ = load_drafter(folder / "d", target)
-    assert type(loaded) is type(head) and loaded.sizes == head.sizes
-    state = loaded.state_dict()
-    assert state.keys() == head.state_dict().keys() and all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
-    save_drafter(head, folder / "other", {"target": {"name": "x", "fingerprint": {**target.fingerprint(), "weights": "0"}}})
-    with pytest.raises(UserError, match="belongs to another target"):
-        load_drafter(folder / "other", target)

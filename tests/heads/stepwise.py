@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,31 +12,19 @@ from draftsmith.decode.engine import Engine
 from draftsmith.decode.proposer import Accepted, Extent, Proposer
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
-from draftsmith.heads.registry import load_drafter, new_head, save_drafter
+from draftsmith.heads.registry import new_head
 from draftsmith.heads.stepwise import SequentialProposer, StepwiseHead
 from draftsmith.train.data import collate
 from draftsmith.train.losses import soft_cross_entropy
 from draftsmith.train.objectives.common import Batch
 from draftsmith.train.objectives.medusa import MedusaObjective
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..decode.sizes import SIZES
+from .tiny import VOCAB, features, ragged, random_ids, whole
 
-VOCAB = 60  # of 97
 LENGTH = 16
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11], [12, 80, 6, 6, 6, 19, 21, 20, 50, 51, 52, 53]]
 CHAIN: dict[str, Any] = {"tree": "chain", "depth": 3}
 TREE: dict[str, Any] = {"tree": "dynamic", "depth": 3, "topk": 3, "nodes": 12}
-
-
-def tiny_target(seed: int = 0) -> Target:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger weights, so that attention matters and text is not constant
-            if parameter.ndim == 2:
-                parameter.mul_(4)
-    return Target(model, None, "tiny")
 
 
 def make(method: str, target: Target, draft_vocab_size: int = VOCAB, seed: int = 0, noise: float = 0.2, **settings: Any) -> StepwiseHead:
@@ -50,32 +37,6 @@ def make(method: str, target: Target, draft_vocab_size: int = VOCAB, seed: int =
             parameter.add_(noise * torch.randn_like(parameter))
     assert isinstance(head, StepwiseHead)
     return head.eval()
-
-
-def random_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def whole(ids: torch.Tensor) -> Batch:
-    """Every token is to be learnt; rows are documents."""
-    return Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1]).expand_as(ids), torch.zeros_like(ids))
-
-
-def ragged() -> Batch:
-    """Two rows: one with a prompt that is not learnt, one with two documents and padding."""
-    batch = whole(random_ids(2, 24))
-    batch.loss_BT[0, :9] = False
-    batch.document_BT[1, 8:] = 1
-    batch.document_BT[1, 17:] = -1
-    batch.loss_BT[1, 17:] = False
-    return batch
-
-
-def features(target: Target, head: StepwiseHead, batch: Batch) -> torch.Tensor:
-    target.set_taps(head.taps)
-    taps = target.features(batch.ids_BT, batch.position_BT, batch.document_BT).taps_BNF
-    assert taps is not None
-    return taps
 
 
 def plain_loss(head: StepwiseHead, outputs: list[torch.Tensor], target: Target, batch: Batch, decay: float, labels: str) -> torch.Tensor:
@@ -176,19 +137,6 @@ def tau(target: Target, proposer: Proposer, prompt: list[int], text: list[int]) 
     out = Engine(target, proposer).generate([prompt], SamplingParams(temperature=1.0, seed=3), len(text))
     assert out.tokens[0] == text
     return (len(text) - 1) / len(out.rounds[0])
-
-
-def check_folder(head: StepwiseHead, target: Target, folder: Path) -> None:
-    """Saved and loaded: the same settings, the same tensors, the same drafts."""
-    contract = {"target": {"name": "tiny", "fingerprint": target.fingerprint()}}
-    save_drafter(head, folder, contract)
-    loaded, read = load_drafter(folder, target)
-    assert read == contract and loaded.sizes == head.sizes and loaded.method == head.method
-    assert loaded.state_dict().keys() == head.state_dict().keys()
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name])
-    rounds = [Engine(target, d.proposer(**TREE)).generate(PROMPTS, SamplingParams(), 12).rounds for d in (head, loaded)]
-    assert rounds[0] == rounds[1]
 
 
 def check_refusals(method: str, target: Target) -> None:

@@ -19,20 +19,15 @@ from draftsmith.train.objectives.dspark import DSparkObjective
 from .parallel import (
     CHAIN,
     TREE,
-    check_folder,
     check_in_place,
     check_lossless,
-    features,
     feed,
     make,
     over_fit,
-    ragged,
-    random_ids,
     tau,
-    tiny_target,
-    whole,
 )
 from .test_dflash import block_alone
+from .tiny import check_folder, features, ragged, random_ids, tiny_target, whole
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +223,7 @@ def test_a_text_that_was_learned_is_drafted_and_the_confidence_is_right(target: 
 
 def test_folder_round_trip_and_refusals(target: Target, tmp_path: Path) -> None:
     head = make_head(target)
-    check_folder(target, head, tmp_path)
+    check_folder(head, target, tmp_path)
     with pytest.raises(UserError, match=r"decode.depth: wanted 1 \.\. 6 \(drafter.block_size is 6\), got 7"):
         head.proposer(depth=7)
     with pytest.raises(UserError, match="min_confidence: wanted a probability, got 2"):

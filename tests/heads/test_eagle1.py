@@ -23,18 +23,15 @@ from .recurrent import (
     Weights,
     check_cache,
     check_decoding,
-    check_folder,
     check_objective,
     check_over_fit,
     check_training_pass,
-    features,
     layer,
     make,
     plain_cross_entropy,
     step_means,
-    tiny_target,
-    whole,
 )
+from .tiny import check_folder, features, tiny_target, whole
 
 
 @pytest.fixture(scope="module")

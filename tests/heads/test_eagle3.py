@@ -28,7 +28,6 @@ from .recurrent import (
     Weights,
     check_cache,
     check_decoding,
-    check_folder,
     check_objective,
     check_over_fit,
     check_training_pass,
@@ -37,8 +36,8 @@ from .recurrent import (
     plain_cross_entropy,
     rms,
     step_means,
-    tiny_target,
 )
+from .tiny import check_folder, tiny_target
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "default": {},

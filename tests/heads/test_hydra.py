@@ -19,18 +19,14 @@ from .stepwise import (
     TREE,
     acquainted,
     check_drafting,
-    check_folder,
     check_lossless,
     check_objective,
     check_refusals,
-    features,
     learnt,
     make,
-    random_ids,
     tau,
-    tiny_target,
-    whole,
 )
+from .tiny import check_folder, features, random_ids, tiny_target, whole
 
 
 @pytest.fixture(scope="module")

@@ -19,22 +19,17 @@ from draftsmith.train.objectives.medusa import MedusaObjective
 from .stepwise import (
     CHAIN,
     TREE,
-    VOCAB,
     acquainted,
-    check_folder,
     check_lossless,
     check_objective,
     check_refusals,
-    features,
     greedy,
     learnt,
     make,
     observed,
-    random_ids,
     tau,
-    tiny_target,
-    whole,
 )
+from .tiny import VOCAB, check_folder, features, random_ids, tiny_target, whole
 
 PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
 

@@ -18,15 +18,14 @@ from .stepwise import (
     TREE,
     acquainted,
     check_drafting,
-    check_folder,
     check_lossless,
     check_objective,
     check_refusals,
     learnt,
     make,
     tau,
-    tiny_target,
 )
+from .tiny import check_folder, tiny_target
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from .recurrent import (
     Weights,
     check_cache,
     check_decoding,
-    check_folder,
     check_objective,
     check_over_fit,
     check_training_pass,
@@ -29,8 +28,8 @@ from .recurrent import (
     plain_cross_entropy,
     rms,
     step_means,
-    tiny_target,
 )
+from .tiny import check_folder, tiny_target
 
 
 @pytest.fixture(scope="module")

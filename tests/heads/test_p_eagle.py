@@ -20,21 +20,16 @@ from draftsmith.train.objectives.p_eagle import PEagleObjective
 from .parallel import (
     CHAIN,
     TREE,
-    check_folder,
     check_in_place,
     check_lossless,
-    features,
     feed,
     make,
     over_fit,
-    ragged,
-    random_ids,
     rms,
     tau,
-    tiny_target,
     turn,
-    whole,
 )
+from .tiny import check_folder, features, ragged, random_ids, tiny_target, whole
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +189,7 @@ def test_a_text_that_was_learned_is_drafted(target: Target) -> None:
 
 def test_folder_round_trip_and_refusals(target: Target, tmp_path: Path) -> None:
     head = make_head(target)
-    check_folder(target, head, tmp_path)
+    check_folder(head, target, tmp_path)
     with pytest.raises(UserError, match=r"decode.depth: wanted 1 \.\. 6 \(drafter.block_size is 6\), got 7"):
         head.proposer(depth=7)
     for settings, message in (

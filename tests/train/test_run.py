@@ -33,6 +33,7 @@ def test_the_learning_rate_follows_steps_or_time(kind: str) -> None:
     [
         (["drafter.method=eagle9"], "drafter.method: wanted one of dflash"),
         (["objective.name=hass"], "objective.name: wanted one of eagle3, mtp for the method eagle3, got hass"),
+        (["drafter.method=dspark", "objective.name=dflash"], "objective.name: wanted one of dspark for the method dspark, got dflash"),
         (["objective.topk=3"], "objective.topk: wanted null, as the objective eagle3 has no such setting, got 3"),
     ],
 )
@@ -48,3 +49,4 @@ def test_every_method_has_an_objective_and_a_recipe() -> None:
     recipes = [recipe for info in list_recipes() if isinstance(recipe := load_recipe(info.name), DrafterRecipe)]
     assert {recipe.drafter.method for recipe in recipes} == set(METHODS)
     assert {make_objective(recipe).name for recipe in recipes} == set(OBJECTIVES)
+    assert all(METHODS[method][0] in OBJECTIVES[method].trains for method in METHODS)

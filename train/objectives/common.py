@@ -43,7 +43,7 @@ class Objective(ABC):
     chunk_tokens: int = 1024
 
     name: ClassVar[str]
-    trains: ClassVar[type[nn.Module]] = Head  # heads that it is for
+    trains: ClassVar[tuple[type[nn.Module], ...]]  # the heads that it is for, not their subclasses
 
     @abstractmethod
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:

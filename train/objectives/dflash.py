@@ -95,7 +95,7 @@ class DFlashObjective(Objective):
     """
 
     name: ClassVar[str] = "dflash"
-    trains: ClassVar[type[nn.Module]] = DFlash
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (DFlash,)
     step_decay: float = math.exp(-1 / 4)
     anchors: int = 32
 

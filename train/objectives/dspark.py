@@ -36,7 +36,7 @@ class DSparkObjective(DFlashObjective):
     """
 
     name: ClassVar[str] = "dspark"
-    trains: ClassVar[type[nn.Module]] = DSpark
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (DSpark,)
     step_decay: float = math.exp(-1 / 4)
     anchors: int = 32
 

@@ -31,7 +31,7 @@ class Eagle1Objective(Objective):
     """
 
     name: ClassVar[str] = "eagle1"
-    trains: ClassVar[type[nn.Module]] = Eagle1
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (Eagle1,)
     feature_noise: float = 0.2
     feature_weight: float = 1.0
     token_weight: float = 0.1

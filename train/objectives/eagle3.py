@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...decode.target import Step, Target
+from ...heads.eagle1 import Eagle1
+from ...heads.eagle3 import Eagle3
 from ...heads.head import Head
+from ...heads.mtp import Mtp
 from ...heads.recurrent import RecurrentHead
 from ..losses import chunked_loss
 from .common import Batch, Objective, Places, judged
@@ -26,7 +29,7 @@ class Eagle3Objective(Objective):
     """
 
     name: ClassVar[str] = "eagle3"
-    trains: ClassVar[type[nn.Module]] = RecurrentHead
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (Eagle3, Eagle1, Mtp)
     steps: int = 4
     loss: str = "ce"
 

@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from ...decode.target import Step, Target
 from ...heads.head import Head
+from ...heads.hydra import Hydra
+from ...heads.medusa import Medusa
+from ...heads.mlp_speculator import MLPSpeculator
 from ...heads.stepwise import StepwiseHead
 from ..losses import chunked_soft_cross_entropy
 from .common import Batch, Objective, Places, judged
@@ -31,7 +34,7 @@ class MedusaObjective(Objective):
     """
 
     name: ClassVar[str] = "medusa"
-    trains: ClassVar[type[nn.Module]] = StepwiseHead
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (Medusa, Hydra, MLPSpeculator)
     labels: Literal["soft", "hard"] = "soft"
 
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:

@@ -30,7 +30,7 @@ class PEagleObjective(Objective):
     """
 
     name: ClassVar[str] = "p_eagle"
-    trains: ClassVar[type[nn.Module]] = PEagle
+    trains: ClassVar[tuple[type[nn.Module], ...]] = (PEagle,)
     anchors: int = 32
 
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
