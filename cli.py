@@ -90,6 +90,7 @@ def eval_command(
     for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
         if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
+    Decode(tree=tree, length=length)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
     head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
@@ -101,6 +102,7 @@ def eval_command(
     first = render_prompt(loaded.tokenizer, prompts.prompts[0])
     depth = default_depth(head) if depth is None else depth
     decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length)  # type: ignore[arg-type]
+    make_proposer(head, plain(decode), loaded, first)  # a draft that it cannot make is found out before anything is measured
     used = choose_threads(loaded, first, settings)
     proposer = make_proposer(head, decode, loaded, first)
     with console.status("evaluation") as status:
