@@ -25,7 +25,8 @@ DRAFTER_HELP = (
     "a drafter's folder, such as runs/quickstart/drafter; a causal LM (folder or hub name) with the target's tokenizer; "
     "prompt_lookup, suffix_automaton, lookahead or token_recycling; retrieval:FOLDER with a datastore's folder; "
     "hybrid:A+B with two of these, whose trees are merged; "
-    "cascade:INNER+DRAFT with prompt_lookup, suffix_automaton or token_recycling, which drafts for a causal LM, which drafts for the target"
+    "cascade:INNER+DRAFT with prompt_lookup, suffix_automaton or token_recycling, which drafts for a causal LM, which drafts for the target; "
+    "early_exit:LAYERS, such as early_exit:0-3, with some of the target's own layers"
 )
 CrossTokenizer = Annotated[bool, typer.Option(help="let a causal LM draft that has another tokenizer, with the tokens that both have")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]

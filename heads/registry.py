@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from .medusa import Medusa, MedusaConfig
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from .mtp import Mtp, MtpConfig
 from .p_eagle import PEagle, PEagleConfig
-from .standalone import Standalone
+from .standalone import Standalone, early_exit
 
 METHODS: dict[str, tuple[type[Head], type[Any]]] = {
     "dflash": (DFlash, DFlashConfig),
@@ -121,7 +122,8 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
     """(drafter, contract) of a drafter's folder, of a causal LM (folder or hub name) that is to be the draft model, or of a method of `FREE`.
 
     retrieval:FOLDER drafts from a datastore. hybrid:A+B merges the trees of two drafters of any of these names (A holds no "+"; B may be a hybrid).
-    cascade:INNER+DRAFT drafts with a causal LM, for which a method of `cascade.INNERS` drafts.
+    cascade:INNER+DRAFT drafts with a causal LM, for which a method of `cascade.INNERS` drafts. early_exit:LAYERS drafts with these layers of the
+    target itself, such as 0-3 or 0,1,4,5.
     cross_tokenizer: a causal LM may have another tokenizer than the target's (`CrossTokenizer`), but not in a cascade.
     Raises UserError for what is none of these, or does not belong to the target.
     """
@@ -134,6 +136,8 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
         return _open_hybrid(rest, target, cross_tokenizer)
     if kind == "cascade":
         return _open_cascade(rest, target)
+    if kind == "early_exit":
+        return early_exit(target, _layers(rest)), {"layers": _layers(rest)}
     folder = Path(name)
     if (folder / "contract.json").is_file():
         return load_drafter(folder, target)
@@ -141,7 +145,7 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
     if not hub_name and not _is_model(folder):
         raise UserError(
             f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, one of {', '.join(FREE)}, "
-            "retrieval:FOLDER, hybrid:A+B or cascade:INNER+DRAFT; give a run's drafter/ folder"
+            "retrieval:FOLDER, hybrid:A+B, cascade:INNER+DRAFT or early_exit:LAYERS; give a run's drafter/ folder"
         )
     draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
     about: dict[str, Any] = {"name": str(name), "fingerprint": draft.fingerprint()}
@@ -152,6 +156,13 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
             raise
     crossing = CrossTokenizer(draft, target)
     return crossing, {"draft_model": about | {"shared_tokens": len(crossing.shared)}}
+
+
+def _layers(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise UserError(f"drafter early_exit:{text}: wanted layers such as early_exit:0-3 or early_exit:0,1,4,5 (counted from 0)")
+    ends = [(first, last or first) for first, _, last in (part.partition("-") for part in text.split(","))]
+    return [layer for first, last in ends for layer in range(int(first), int(last) + 1)]
 
 
 def _is_model(folder: Path) -> bool:

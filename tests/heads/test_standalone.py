@@ -143,3 +143,18 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="wanted a drafter's folder"):
         open_drafter(tmp_path, tiny("llama"))
+
+
+def test_layers_are_named_on_the_command_line() -> None:
+    target = tiny("llama")
+    for text, layers in (("0-1", [0, 1]), ("1,3", [1, 3]), ("0,2-3", [0, 2, 3])):
+        drafter, contract = open_drafter(f"early_exit:{text}", target)
+        assert contract == {"layers": layers} and isinstance(drafter, Standalone) and drafter.draft.num_layers == len(layers)
+    for text, says in (
+        ("", "wanted layers such as"),
+        ("a", "wanted layers such as"),
+        ("0-9", r"wanted ascending layers in 0 \.\. 3"),
+        ("2,1", "wanted ascending"),
+    ):
+        with pytest.raises(UserError, match=says):
+            open_drafter(f"early_exit:{text}", target)
