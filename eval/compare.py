@@ -165,7 +165,9 @@ def comparison_table(entries: Sequence[Entry]) -> rich.table.Table:
     """For the terminal, 80 columns: intervals below their figures."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(HEAD):
-        table.add_column(name.partition(" (")[0], justify="left" if index == 0 else "right", no_wrap=index > 0, overflow="fold", min_width=4 if index else 15)
+        table.add_column(
+            name.partition(" (")[0], justify="right" if index else "left", no_wrap=index > 0, overflow="fold", min_width=4 if index else 15
+        )
     for row in cells(entries):
         table.add_row(*(cell.replace(" (", "\n[dim]").replace(")", "[/]") if index else cell for index, cell in enumerate(row)))
     return table
