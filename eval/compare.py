@@ -136,7 +136,7 @@ def _deviation(row: Row) -> float:
     return math.log(high / low) / (2 * Z95) if low > 0 else math.inf
 
 
-HEAD = ("drafter", "T", "gate", "tau (95 %)", "accepted", "tok/s", "speed-up (95 %)", "size", "training")
+HEAD = ("drafter", "T", "gate", "tau (95 %)", "acc.", "tok/s", "speed-up (95 %)", "size", "train")
 
 
 def cells(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
