@@ -193,9 +193,12 @@ class Target:
             masks[kind] = allowed_BNL if near is None else allowed_BNL & near
         return masks
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] logits of last hidden states [..., H], with the family's own scaling (Gemma's soft cap, Granite's and Cohere's factors)."""
-        logits: Tensor = self.lm_head(hidden)
+    def logits(self, hidden: Tensor, ids_V: Tensor | None = None) -> Tensor:
+        """[..., V] logits of last hidden states [..., H], with the family's own scaling (Gemma's soft cap, Granite's and Cohere's factors).
+
+        ids_V: only of these tokens, which costs as much less as they are fewer. None: of all.
+        """
+        logits = self._products(hidden, ids_V)
         if (scaling := getattr(self.config, "logits_scaling", None)) is not None:
             logits = logits / scaling
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
@@ -203,6 +206,13 @@ class Target:
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def _products(self, hidden: Tensor, ids_V: Tensor | None) -> Tensor:
+        if ids_V is not None and len(ids_V) < self.vocab_size and type(self.lm_head) is nn.Linear:
+            bias = self.lm_head.bias
+            return nn.functional.linear(hidden, self.lm_head.weight[ids_V], None if bias is None else bias[ids_V])
+        logits: Tensor = self.lm_head(hidden)
+        return logits if ids_V is None else logits[..., ids_V]
 
     @torch.no_grad()
     def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor) -> Step:

@@ -241,3 +241,10 @@ def test_bad_input_is_refused() -> None:
         SamplingParams(temperature=-1)
     with pytest.raises(UserError, match=r"wanted ascending layer indices in 0 \.\. 5, got \[3, 9\]"):
         target.set_taps([3, 9])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_logits_of_some_tokens_are_those_of_all(family: str) -> None:
+    target, hidden = tiny(family), torch.randn(2, 3, 32, dtype=torch.float64)
+    for ids in (torch.tensor([90, 3, 17]), torch.arange(target.vocab_size)):
+        torch.testing.assert_close(target.logits(hidden, ids), target.logits(hidden)[..., ids])

@@ -116,4 +116,4 @@ class Places:
     @torch.no_grad()
     def probs(self, target: Target, ids_V: Tensor, start: int, stop: int) -> Tensor:
         """[C, V] the target's distributions over the draft vocabulary, renormalised, of places start .. stop - 1."""
-        return target.logits(self.features_NH[start:stop])[:, ids_V].float().softmax(-1)
+        return target.logits(self.features_NH[start:stop], ids_V).float().softmax(-1)
