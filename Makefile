@@ -16,7 +16,7 @@ quickstart: $(STAMPS)/base
 	$(BIN)/draftsmith quickstart
 
 test: $(STAMPS)/dev
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

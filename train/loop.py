@@ -1,0 +1,177 @@
+"""The training loop of a drafter: step / log / measure by real decoding / keep the best. Read from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .. import UserError, __version__
+from ..decode.engine import Engine
+from ..decode.prompts import eos_ids, render_prompt
+from ..decode.sampling import SamplingParams
+from ..decode.target import Target
+from ..eval.drafting import make_proposer, plain
+from ..eval.suites import load_suite
+from ..heads.head import Head
+from ..heads.registry import load_drafter, new_head, save_drafter
+from ..recipes.schema import DrafterRecipe, to_yaml
+from .data import batches, frequent_tokens
+from .features import Features
+from .language_model import schedule
+from .objectives.common import Objective
+from .optimizers import muon_and_adamw
+
+
+def fit(
+    recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: Accelerator, target: Target, sequences: list[tuple[list[int], int]]
+) -> dict[str, Any]:
+    """The training loop: step / log / measure by real decoding / keep the best."""
+    train, main_process = recipe.train, accelerator.is_main_process
+    torch.manual_seed(train.seed)
+    if train.keep_last != 1:
+        raise UserError(f"train.keep_last: wanted 1, got {train.keep_last}; resuming is not supported yet, so only the best checkpoint is kept")
+    if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
+        raise UserError(f"train.micro_batch_size: wanted at most batch_size / processes, got {train.micro_batch_size} on {accelerator.num_processes}")
+    if recipe.drafter.init:
+        drafter, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
+        if drafter.method != recipe.drafter.method:
+            raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {drafter.method}")
+        drafter.train()
+    else:
+        drafter = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+        make_proposer(drafter, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
+        drafter.set_draft_vocabulary(frequent_tokens(sequences, drafter.sizes.draft_vocab_size, drafter.sizes.target_vocab_size), target)
+    betas = (train.betas[0], train.betas[1])
+    optimizers: list[torch.optim.Optimizer]
+    if train.optimizer == "muon":
+        optimizers = muon_and_adamw(drafter, train.lr, betas, train.weight_decay)
+    else:
+        optimizers = [torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=betas, weight_decay=train.weight_decay)]
+    model, *optimizers = accelerator.prepare(drafter, *optimizers)
+    if train.trackers:
+        accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
+    share = train.batch_size // accelerator.num_processes
+    micro = train.micro_batch_size or share
+    if share * accelerator.num_processes != train.batch_size or share % micro:
+        raise UserError(f"train.batch_size: wanted a multiple of {accelerator.num_processes} processes x micro batch {micro}, got {train.batch_size}")
+    stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes, whole=recipe.data.train_on == "all")
+    features = Features(target, int(train.keep_features_gib * 2**30))
+    warmup = max(1, round(train.warmup_ratio * train.steps))
+    contract = {
+        "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
+        "taps": list(drafter.taps),
+        "recipe": recipe.name,
+        "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
+    }
+    best, began, tokens = {"tau": 0.0, "step": 0}, time.monotonic(), 0
+    metrics_file = (folder / "metrics.jsonl").open("w", encoding="utf-8") if main_process else None
+    with progress_bar(main_process) as bar:
+        task = bar.add_task("training", total=train.steps, note="")
+        for step in range(train.steps + 1):
+            last_step = step == train.steps
+            spent = 0.0 if train.max_hours is None else _agreed(accelerator, (time.monotonic() - began) / (3600 * train.max_hours))
+            late = spent >= 1
+            if main_process and ((step and step % recipe.eval.every == 0) or last_step or late):
+                with torch.random.fork_rng():  # measuring never changes the training curve
+                    drafter.eval()
+                    tau = measured_tau(recipe, target, drafter)
+                    drafter.train()
+                    target.set_taps(drafter.taps)
+                _log(metrics_file, accelerator, {"step": step, "measured_tau": tau})
+                if tau > best["tau"]:
+                    best = {"tau": tau, "step": step}
+                    save_drafter(drafter, folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
+            if last_step or late:
+                break
+            target.set_taps(drafter.taps)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = train.lr * lr_factor(train.lr_schedule, max(step, spent * train.steps), train.steps, warmup)
+            total = 0.0
+            entry: dict[str, float] = {}
+            for _ in range(share // micro):
+                batch = next(stream)
+                tokens += batch.ids_BT.numel() * accelerator.num_processes
+                loss, entry = objective(model, drafter, target, batch, features.of(batch))
+                accelerator.backward(loss / (share // micro))
+                total += loss.item() / (share // micro)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), train.clip_norm))
+            if not math.isfinite(total) or not math.isfinite(norm):
+                raise FloatingPointError(f"step {step}: loss {total}, gradient norm {norm}; stopped before the optimizer step")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            speed = tokens / (time.monotonic() - began)
+            bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s  tau {best['tau']:.2f}")
+            if main_process and step % train.log_every == 0:
+                _log(metrics_file, accelerator, {"step": step, "loss": total, "gradient_norm": norm, "tokens_per_s": speed, **entry})
+    if main_process:
+        assert metrics_file is not None
+        metrics_file.close()
+        (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, **contract}, indent=2) + "\n")
+        if best["tau"] == 0.0:
+            raise FloatingPointError("no checkpoint was measured")
+        chosen, notes = load_drafter(folder / "checkpoints" / "best", target, dtype=torch.float32)
+        save_drafter(chosen, folder / "drafter", notes)
+    return {
+        "processes": accelerator.num_processes,
+        "train_seconds": time.monotonic() - began,
+        "train_tokens": tokens,
+        "best_step": best["step"],
+        "best_dev_tau": best["tau"],
+    }
+
+
+def _agreed(accelerator: Accelerator, value: float) -> float:
+    """The main process's value, in all processes: clocks differ, and all must stop at the same step, with the same learning rate."""
+    if accelerator.num_processes == 1:
+        return value
+    return float(broadcast(torch.tensor([value], dtype=torch.float32, device=accelerator.device)))
+
+
+def lr_factor(kind: str, step: float, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return schedule(step, steps, warmup, 1 - warmup / steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _log(handle: Any, accelerator: Accelerator, entry: dict[str, float]) -> None:
+    handle.write(json.dumps(entry) + "\n")
+    handle.flush()
+    accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
+
+
+def measured_tau(recipe: DrafterRecipe, target: Target, drafter: Head) -> float:
+    """tau on development prompts by the engine that users run: greedy and sampled rows in one batch."""
+    assert target.tokenizer is not None
+    suite = load_suite(recipe.eval.suite, recipe.eval.dev_prompts, split="dev", prompt_chars=recipe.eval.prompt_chars, seed=recipe.eval.seed)
+    prompts = [render_prompt(target.tokenizer, m) for m in suite.prompts]
+    params = [SamplingParams(temperature=recipe.eval.temperatures[i % len(recipe.eval.temperatures)], seed=i) for i in range(len(prompts))]
+    # Checkpoints are compared by whole trees: what policies decide differs from one measurement to the next.
+    proposer = make_proposer(drafter, plain(recipe.decode), target, prompts[0])
+    out = Engine(target, proposer).generate(prompts, params, recipe.eval.dev_tokens, eos_ids=eos_ids(target.model))
+    rounds = sum(len(r) for r in out.rounds)
+    return sum(len(t) - 1 for t in out.tokens) / rounds if rounds else 0.0
+
+
+def progress_bar(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        disable=not shown,
+    )
