@@ -34,11 +34,53 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass
+class TopK:
+    """The K likeliest tokens of places [...]: ids [..., K], likeliest first, their logits, and the log-sum-exp of all V logits [...]."""
+
+    ids: Tensor
+    logits: Tensor
+    logsumexp: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, count: int) -> TopK:
+        """Of logits [..., V]."""
+        best = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return cls(best.indices, best.values, logits.logsumexp(-1))
+
+    def flat(self, place_N: Tensor) -> TopK:
+        """Of these places, numbered along all dimensions."""
+        ids, logits = (part.flatten(0, -2)[place_N] for part in (self.ids, self.logits))
+        return TopK(ids, logits, self.logsumexp.flatten()[place_N])
+
+    @property
+    def missing(self) -> Tensor:
+        """[...] the probability of all other tokens."""
+        return -torch.expm1((self.logits.float().logsumexp(-1) - self.logsumexp.float()).clamp(max=0))
+
+    def probs(self, ids_V: Tensor | None, vocab_size: int) -> Tensor:
+        """[N, V] float32, of places [N]: the distribution over `ids_V` (ascending; None: all tokens) of those that are kept, renormalised.
+
+        Other tokens have probability 0; rows of which no kept token is in `ids_V` are all 0.
+        """
+        column, inside = self.ids, torch.ones_like(self.ids, dtype=torch.bool)
+        if ids_V is not None:
+            vocab_size = len(ids_V)
+            column = torch.searchsorted(ids_V, self.ids.contiguous()).clamp(max=vocab_size - 1)
+            inside = ids_V[column] == self.ids
+        weight_NK = self.logits.float().masked_fill(~inside, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return torch.zeros(len(column), vocab_size, device=weight_NK.device).scatter_add_(1, column, weight_NK)
+
+
+@dataclass
 class Step:
-    """One forward pass: hidden_BNH after the final norm, taps_BNF the tapped layers side by side in ascending order (None without taps)."""
+    """One forward pass: hidden_BNH after the final norm, taps_BNF the tapped layers side by side in ascending order (None without taps).
+
+    topk: what was saved of the target's distributions in place of hidden_BNH, which may then have width 0 (only in training).
+    """
 
     hidden_BNH: Tensor
     taps_BNF: Tensor | None
+    topk: TopK | None = None
 
 
 class Target:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import UserError
-from ...decode.target import Step, Target
+from ...decode.target import Step, Target, TopK
 from ...heads.head import Head
 
 
@@ -44,6 +44,7 @@ class Objective(ABC):
 
     name: ClassVar[str]
     trains: ClassVar[tuple[type[nn.Module], ...]]  # the heads that it is for, not their subclasses
+    reads_hidden: ClassVar[bool] = False  # whether it judges by the target's last hidden states too, and not by its distributions alone
 
     @abstractmethod
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
@@ -91,29 +92,45 @@ def judged(batch: Batch, back: int) -> Tensor:
 class Places:
     """The places of a batch that some step is judged at: N of them, numbered row * T + position (place_N).
 
-    judged_SN: by which steps. features_NH: the target's last hidden states there. best_N: its own greedy choices.
+    judged_SN: by which steps. features_NH: the target's last hidden states there. best_N: its own greedy choices. topk: its likeliest tokens [N, K],
+    if they were saved in place of the hidden states; distributions are then of these tokens alone.
     """
 
     place_N: Tensor
     judged_SN: Tensor
     features_NH: Tensor
     best_N: Tensor
+    topk: TopK | None = None
 
     @classmethod
     @torch.no_grad()
     def of(cls, judged_SBT: Tensor, step: Step, target: Target, chunk: int) -> Places:
         """Find them; logits are formed `chunk` places at a time."""
         place_N = judged_SBT.any(0).flatten().nonzero().squeeze(1)
-        features_NH = step.hidden_BNH.flatten(0, 1)[place_N]
+        judged_SN, features_NH = judged_SBT.flatten(1)[:, place_N], step.hidden_BNH.flatten(0, 1)[place_N]
+        if step.topk is not None:
+            topk = step.topk.flat(place_N)
+            return cls(place_N, judged_SN, features_NH, topk.ids[:, 0], topk)
         chunks = torch.split(features_NH, chunk) if len(place_N) else ()
         best_N = torch.cat([target.logits(part).argmax(-1) for part in chunks]) if chunks else place_N
-        return cls(place_N, judged_SBT.flatten(1)[:, place_N], features_NH, best_N)
+        return cls(place_N, judged_SN, features_NH, best_N)
 
     def gathered(self, hidden_SBT: list[Tensor], back: list[int]) -> Tensor:
         """[S, N, H] each step's hidden states at the places that predict what is judged here: place m - back[s]."""
         return torch.stack([hidden.flatten(0, 1)[(self.place_N - b).clamp(min=0)] for hidden, b in zip(hidden_SBT, back, strict=True)])
 
     @torch.no_grad()
-    def probs(self, target: Target, ids_V: Tensor, start: int, stop: int) -> Tensor:
-        """[C, V] the target's distributions over the draft vocabulary, renormalised, of places start .. stop - 1."""
+    def probs(self, target: Target, ids_V: Tensor | None, start: int, stop: int) -> Tensor:
+        """[C, V] the target's distributions over `ids_V` (ascending; None: the whole vocabulary), renormalised, of places start .. stop - 1.
+
+        The one place where an objective asks for them: from all logits, or from the saved likeliest tokens (`TopK.probs`).
+        """
+        if self.topk is not None:
+            return self.topk.flat(torch.arange(start, stop, device=self.place_N.device)).probs(ids_V, target.vocab_size)
         return target.logits(self.features_NH[start:stop], ids_V).float().softmax(-1)
+
+    def metrics(self) -> dict[str, float]:
+        """What is to be logged of the distributions: the mean probability of what was not saved, if not everything was."""
+        if self.topk is None:
+            return {}
+        return {"topk_missing": float(self.topk.missing.mean()) if len(self.place_N) else 0.0}

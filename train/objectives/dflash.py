@@ -112,7 +112,8 @@ class DFlashObjective(Objective):
         rows_VH = drafter.output_rows()
         loss = soft_loss(hidden_BASH.flatten(0, 2), place_BAS.flatten(), weight_BAS.flatten(), rows_VH, drafter, places, target, self.chunk_tokens)
         first = kept_BAS[:, :, 0]
-        return loss, {"accuracy_0": agreement(hidden_BASH[:, :, 0][first].detach(), best[place_BAS[:, :, 0]][first], rows_VH, drafter)}
+        accuracy_0 = agreement(hidden_BASH[:, :, 0][first].detach(), best[place_BAS[:, :, 0]][first], rows_VH, drafter)
+        return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
     def block_weights(self, kept_BAS: Tensor) -> Tensor:
         """`Objective.weights` of blocks, [B, A, S]."""

@@ -74,7 +74,7 @@ class DSparkObjective(DFlashObjective):
             "overlap": float(overlap_P.mean()) if len(overlap_P) else 0.0,
             "confidence": float(logit_P.detach().sigmoid().mean()) if len(overlap_P) else 0.0,
         }
-        return loss, metrics
+        return loss, metrics | places.metrics()
 
     @staticmethod
     def output(drafter: DSpark) -> Tensor:
@@ -89,6 +89,6 @@ def overlaps(joint_PH: Tensor, output_VH: Tensor, of_P: Tensor, places: Places, 
     for start in range(0, len(of_P), chunk):
         of_C = of_P[start : start + chunk]
         low, high = int(of_C[0]), int(of_C[-1]) + 1
-        p_CV = target.logits(places.features_NH[low:high]).float().softmax(-1)[:, ids_V][of_C - low]
+        p_CV = places.probs(target, None, low, high)[:, ids_V][of_C - low]
         parts.append(torch.minimum(p_CV, (joint_PH[start : start + chunk] @ output_VH.t()).float().softmax(-1)).sum(-1))
     return torch.cat(parts) if parts else torch.zeros(0, device=joint_PH.device)

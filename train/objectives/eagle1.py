@@ -32,6 +32,7 @@ class Eagle1Objective(Objective):
 
     name: ClassVar[str] = "eagle1"
     trains: ClassVar[tuple[type[nn.Module], ...]] = (Eagle1,)
+    reads_hidden: ClassVar[bool] = True
     feature_noise: float = 0.2
     feature_weight: float = 1.0
     token_weight: float = 0.1
@@ -84,7 +85,8 @@ class Eagle1Objective(Objective):
         )
         distance_SN = functional.smooth_l1_loss(hidden_SNH.float(), places.features_NH.float().expand_as(hidden_SNH), reduction="none").mean(-1)
         feature = (self.weights(places.judged_SN, row_N, size) * distance_SN).sum()
-        return loss + self.feature_weight * feature, {"feature_loss": float(feature.detach()), "accuracy_0": accuracy(drafter, hidden_SNH, places)}
+        metrics = {"feature_loss": float(feature.detach()), "accuracy_0": accuracy(drafter, hidden_SNH, places)}
+        return loss + self.feature_weight * feature, metrics | places.metrics()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class Eagle3Objective(Objective):
             lambda start, stop: places.probs(target, ids_V, start, stop),
             self.chunk_tokens,
         )
-        return loss, {"accuracy_0": accuracy(drafter, hidden_SNH, places)}
+        return loss, {"accuracy_0": accuracy(drafter, hidden_SNH, places), **places.metrics()}
 
 
 @torch.no_grad()

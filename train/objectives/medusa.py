@@ -61,7 +61,7 @@ class MedusaObjective(Objective):
             chunked_soft_cross_entropy(hidden_SNH[k : k + 1], drafter.lm_head(k).weight, weight_SN[k : k + 1], probs, self.chunk_tokens)
             for k in range(drafter.heads)
         ]
-        return torch.stack(losses).sum(), {"accuracy_0": self._accuracy(drafter, hidden_SNH[0].detach(), places)}
+        return torch.stack(losses).sum(), {"accuracy_0": self._accuracy(drafter, hidden_SNH[0].detach(), places), **places.metrics()}
 
     @staticmethod
     @torch.no_grad()

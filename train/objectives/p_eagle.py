@@ -54,7 +54,8 @@ class PEagleObjective(Objective):
         weight_X = self.entry_weights(learned_X, anchors_BA, masks_BASH.shape[2], total)
         loss = soft_loss(hidden_XH, place_X, weight_X, drafter.output_rows(), drafter, places, target, self.chunk_tokens)
         first_N = kept_BT.flatten().nonzero().squeeze(1)
-        return loss, {"accuracy_0": agreement(hidden_XH[first_N].detach(), best[place_X[first_N]], drafter.output_rows().detach(), drafter)}
+        accuracy_0 = agreement(hidden_XH[first_N].detach(), best[place_X[first_N]], drafter.output_rows().detach(), drafter)
+        return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
     def entry_weights(self, learned_X: Tensor, anchors_BA: Tensor, masks: int, total: int) -> Tensor:
         """`Objective.weights` of pairs and mask entries, each depth a step."""
