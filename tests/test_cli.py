@@ -23,6 +23,7 @@ SMALL = [
     "eval.num_prompts=3",
     "eval.max_new_tokens=16",
     "eval.bootstrap=50",
+    "eval.threads=1",  # measuring the best number takes long where other tests run beside
 ]
 
 
@@ -67,7 +68,7 @@ def test_generate_streams_and_prints_tau(run_folder: Path) -> None:
 
 
 def test_eval_measures_a_drafter(run_folder: Path, tmp_path: Path) -> None:
-    small = ["--num-prompts", "2", "--max-new-tokens", "8", "--no-eager", "--tree", "dynamic", "--depth", "2", "--nodes", "8"]
+    small = ["--num-prompts", "2", "--max-new-tokens", "8", "--threads", "1", "--no-eager", "--tree", "dynamic", "--depth", "2", "--nodes", "8"]
     done = draftsmith("eval", str(run_folder / "drafter"), "--out", str(tmp_path), *small)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -76,7 +77,7 @@ def test_eval_measures_a_drafter(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_eval_takes_drafters_that_need_no_training(tmp_path: Path) -> None:
-    small = ["--num-prompts", "2", "--max-new-tokens", "12", "--no-eager", "--depth", "3", "--temperature", "0"]
+    small = ["--num-prompts", "2", "--max-new-tokens", "12", "--threads", "1", "--no-eager", "--depth", "3", "--temperature", "0"]
     target = str(Path(__file__).parents[1] / "recipes" / "quickstart" / "target")
     for drafter, method in (("prompt_lookup", "prompt_lookup"), (target, "draft_model")):
         done = draftsmith("eval", drafter, "--out", str(tmp_path / method), *small)
