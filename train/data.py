@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,31 +103,6 @@ def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
     counts = Counter(token for ids, prompt in sequences for token in ids[prompt:])
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
-
-
-def batches(sequences: Sequences, size: int, seed: int, shard: int = 0, shards: int = 1, whole: bool = False) -> Iterator[Batch]:
-    """Endless padded batches of `size` sequences for this shard, which sees every `shards`-th sequence, in a new order every epoch.
-
-    All shards see equally many: what is left over, fewer than `shards` sequences, is never seen, and so is what does not fill an epoch's last batch.
-    whole: learn to draft the prompts' tokens too, as the target would continue them, not those of the responses only.
-    Raises UserError if there are fewer sequences than shards.
-    """
-    if len(sequences) < shards:
-        raise UserError(f"data.num_prompts: wanted one or more for each of {shards} processes, got {len(sequences)}; start fewer processes")
-    return _batches(sequences, size, seed, range(shard, len(sequences) - len(sequences) % shards, shards), whole)
-
-
-def _batches(sequences: Sequences, size: int, seed: int, mine: range, whole: bool) -> Iterator[Batch]:
-    generator, epoch = torch.Generator(), 0
-    while True:
-        generator.manual_seed(seed * 1_000_003 + epoch)
-        order = [mine[i] for i in torch.randperm(len(mine), generator=generator).tolist()]
-        for start in range(0, max(len(order) - size + 1, 1), size):
-            chosen = [order[i % len(order)] for i in range(start, start + size)]
-            batch = collate([(sequences[i][0], 0) if whole else sequences[i] for i in chosen])
-            batch.sequence_B = chosen
-            yield batch
-        epoch += 1
 
 
 def collate(sequences: Sequences) -> Batch:

@@ -22,13 +22,13 @@ from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
 from ..eval.suites import load_suite
 from ..heads.head import Head
-from ..heads.registry import load_drafter, new_head, save_drafter
 from ..recipes.schema import DrafterRecipe, to_yaml
-from .data import batches, frequent_tokens
 from .features import Features
 from .language_model import schedule
 from .objectives.common import Objective
-from .optimizers import muon_and_adamw
+from .optimizers import make_optimizers
+from .stream import Share, make_stream
+from .trainee import make_trainee
 
 
 def fit(
@@ -39,36 +39,19 @@ def fit(
     torch.manual_seed(train.seed)
     if train.keep_last != 1:
         raise UserError(f"train.keep_last: wanted 1, got {train.keep_last}; resuming is not supported yet, so only the best checkpoint is kept")
-    if train.micro_batch_size is not None and train.micro_batch_size * accelerator.num_processes > train.batch_size:
-        raise UserError(f"train.micro_batch_size: wanted at most batch_size / processes, got {train.micro_batch_size} on {accelerator.num_processes}")
-    if recipe.drafter.init:
-        drafter, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
-        if drafter.method != recipe.drafter.method:
-            raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {drafter.method}")
-        drafter.train()
-    else:
-        drafter = new_head(recipe.drafter.method, target, recipe.drafter.settings)
-        make_proposer(drafter, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
-        drafter.set_draft_vocabulary(frequent_tokens(sequences, drafter.sizes.draft_vocab_size, drafter.sizes.target_vocab_size), target)
-    betas = (train.betas[0], train.betas[1])
-    optimizers: list[torch.optim.Optimizer]
-    if train.optimizer == "muon":
-        optimizers = muon_and_adamw(drafter, train.lr, betas, train.weight_decay)
-    else:
-        optimizers = [torch.optim.AdamW(drafter.parameters(), lr=train.lr, betas=betas, weight_decay=train.weight_decay)]
-    model, *optimizers = accelerator.prepare(drafter, *optimizers)
+    share = Share(batch_size=train.batch_size, micro=train.micro_batch_size, process=accelerator.process_index, processes=accelerator.num_processes)
+    trainee = make_trainee(recipe, target, sequences)
+    optimizers = make_optimizers(trainee.parts(), train)
+    model, *optimizers = accelerator.prepare(trainee.module, *optimizers)
+    drafter, micro_batches = trainee.drafter, len(share.micro_batches)
     if train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
-    share = train.batch_size // accelerator.num_processes
-    micro = train.micro_batch_size or share
-    if share * accelerator.num_processes != train.batch_size or share % micro:
-        raise UserError(f"train.batch_size: wanted a multiple of {accelerator.num_processes} processes x micro batch {micro}, got {train.batch_size}")
-    stream = batches(sequences, micro, train.seed, accelerator.process_index, accelerator.num_processes, whole=recipe.data.train_on == "all")
+    stream = make_stream(recipe, sequences, share)
     features = Features(target, int(train.keep_features_gib * 2**30))
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
-        "taps": list(drafter.taps),
+        "taps": list(trainee.taps),
         "recipe": recipe.name,
         "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
     }
@@ -82,27 +65,28 @@ def fit(
             late = spent >= 1
             if main_process and ((step and step % recipe.eval.every == 0) or last_step or late):
                 with torch.random.fork_rng():  # measuring never changes the training curve
-                    drafter.eval()
+                    trainee.mode(training=False)
                     tau = measured_tau(recipe, target, drafter)
-                    drafter.train()
-                    target.set_taps(drafter.taps)
+                    trainee.mode(training=True)
+                    target.set_taps(trainee.taps)
                 _log(metrics_file, accelerator, {"step": step, "measured_tau": tau})
                 if tau > best["tau"]:
                     best = {"tau": tau, "step": step}
-                    save_drafter(drafter, folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
+                    trainee.save(folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
             if last_step or late:
                 break
-            target.set_taps(drafter.taps)
+            target.set_taps(trainee.taps)
+            lr = train.lr * lr_factor(train.lr_schedule, max(step, spent * train.steps), train.steps, warmup)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = train.lr * lr_factor(train.lr_schedule, max(step, spent * train.steps), train.steps, warmup)
+                group["lr"] = lr * group["lr_scale"]
             total = 0.0
             entry: dict[str, float] = {}
-            for _ in range(share // micro):
-                batch = next(stream)
+            for number, batch in zip(share.micro_batches, next(stream), strict=True):
                 tokens += batch.ids_BT.numel() * accelerator.num_processes
-                loss, entry = objective(model, drafter, target, batch, features.of(batch))
-                accelerator.backward(loss / (share // micro))
-                total += loss.item() / (share // micro)
+                torch.manual_seed(draw_seed(train.seed, step, number))
+                loss, entry = objective(model, drafter, target, batch, features.of(batch) if trainee.target_is_fixed else None)
+                accelerator.backward(loss / micro_batches)
+                total += loss.item() / micro_batches
             norm = float(accelerator.clip_grad_norm_(model.parameters(), train.clip_norm))
             if not math.isfinite(total) or not math.isfinite(norm):
                 raise FloatingPointError(f"step {step}: loss {total}, gradient norm {norm}; stopped before the optimizer step")
@@ -119,8 +103,7 @@ def fit(
         (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, **contract}, indent=2) + "\n")
         if best["tau"] == 0.0:
             raise FloatingPointError("no checkpoint was measured")
-        chosen, notes = load_drafter(folder / "checkpoints" / "best", target, dtype=torch.float32)
-        save_drafter(chosen, folder / "drafter", notes)
+        trainee.publish(folder / "checkpoints" / "best", folder / "drafter")
     return {
         "processes": accelerator.num_processes,
         "train_seconds": time.monotonic() - began,
@@ -128,6 +111,14 @@ def fit(
         "best_step": best["step"],
         "best_dev_tau": best["tau"],
     }
+
+
+def draw_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Of what an objective draws for micro-batch `micro_batch` of the global batch of a step: it hangs on nothing that was drawn before.
+
+    So nothing has to be stored to go on from a checkpoint, and it is no matter which process takes the micro-batch.
+    """
+    return ((seed + 1) * 1_000_003 + step) * 65_537 + micro_batch
 
 
 def _agreed(accelerator: Accelerator, value: float) -> float:

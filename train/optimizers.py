@@ -1,14 +1,18 @@
-"""Optimizers: Muon in float32 for matrices, AdamW for everything else."""
+"""Optimizers: Muon in float32 for matrices, AdamW for everything else; groups of parameters with learning rates of their own."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..recipes.schema import Train
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -32,12 +36,15 @@ class Muon(torch.optim.Optimizer):
     shape at once: torch's runs in bfloat16, which CPUs without bfloat16 units emulate (measured: 2.6 times slower), one matrix after another.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
-        params = list(params)
-        wrong = [tuple(p.shape) for p in params if p.ndim != 2]
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+    ) -> None:
+        groups: list[Any] = list(params)
+        flat = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
+        wrong = [tuple(p.shape) for p in flat if p.ndim != 2]
         if wrong:
             raise ValueError(f"Muon: wanted matrices only, got shapes {wrong[:3]}")
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -62,11 +69,46 @@ class Muon(torch.optim.Optimizer):
                     p.add_(update.to(p.dtype), alpha=-group["lr"] * scale)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Parameters, by their names, that learn alike: at `lr_scale` times the recipe's rate. weight_decay None: the recipe's. muon: may be used."""
+
+    name: str
+    parameters: list[tuple[str, nn.Parameter]]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    muon: bool = True
+
+
+def make_optimizers(parts: Sequence[Part], train: Train) -> list[torch.optim.Optimizer]:
+    """The recipe's optimizers over all parts. Every parameter group has its part's `lr_scale`, by which the loop multiplies the scheduled rate.
+
+    muon: for the matrices inside the layers; embeddings, lm_head and norms are for AdamW, without decay.
+    """
+    groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for part in parts:
+        decay = train.weight_decay if part.weight_decay is None else part.weight_decay
+        common = {"lr": train.lr * part.lr_scale, "lr_scale": part.lr_scale}
+        inner = {name for name, p in part.parameters if _inner(name, p)} if train.optimizer == "muon" and part.muon else set()
+        rest = [p for name, p in part.parameters if name not in inner]
+        if inner:
+            groups[True].append({"params": [p for name, p in part.parameters if name in inner], "weight_decay": decay, **common})
+        if rest:
+            groups[False].append({"params": rest, "weight_decay": 0.0 if train.optimizer == "muon" and part.muon else decay, **common})
+    optimizers: list[torch.optim.Optimizer] = [Muon(groups[True], train.lr)] if groups[True] else []
+    if groups[False]:
+        optimizers.append(torch.optim.AdamW(groups[False], lr=train.lr, betas=(train.betas[0], train.betas[1])))
+    return optimizers
+
+
+def _inner(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+
+
 def muon_and_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW (no decay) for embeddings, lm_head and norms, at one learning rate."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    inner = {name for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name}
     return [
-        Muon([p for name, p in named if name in inner], lr, weight_decay),
-        torch.optim.AdamW([p for name, p in named if name not in inner], lr=lr, betas=betas, weight_decay=0.0),
+        Muon([p for name, p in named if _inner(name, p)], lr, weight_decay),
+        torch.optim.AdamW([p for name, p in named if not _inner(name, p)], lr=lr, betas=betas, weight_decay=0.0),
     ]

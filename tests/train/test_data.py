@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from draftsmith import UserError
 from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import Data, TargetRef
-from draftsmith.train.data import batches, frequent_tokens, regenerate
+from draftsmith.train.data import frequent_tokens, regenerate
 
 DATA = Data(source="stdlib", num_prompts=7, prompt_chars=120, response_tokens=6, generation_batch=2, sequence_length=128, temperatures=[0.0, 1.0])
 
@@ -50,24 +49,6 @@ def test_a_finished_store_is_read_and_a_foreign_one_refused(target: Target, tmp_
     assert regenerate(target, dataclasses.replace(DATA, train_on="all"), store, fail) == made  # says what to learn, not what to generate
     with pytest.raises(UserError, match="made for another target or other data settings"):
         regenerate(target, dataclasses.replace(DATA, seed=1), store, fail)
-
-
-def test_batches_cover_an_epoch_and_mask_prompts_and_padding() -> None:
-    sequences = [(list(range(10 * i, 10 * i + 4 + i)), 2) for i in range(8)]
-    stream = batches(sequences, 2, seed=0, shard=0, shards=2), batches(sequences, 2, seed=0, shard=1, shards=2)
-    seen = [next(s) for _ in range(2) for s in stream]
-    assert sorted(int(row[0]) // 10 for batch in seen for row in batch.ids_BT) == list(range(8))
-    for batch in seen:
-        length_B = (batch.document_BT == 0).sum(1)
-        for row, length in enumerate(length_B.tolist()):
-            assert batch.loss_BT[row].tolist() == [2 <= t < length for t in range(batch.ids_BT.shape[1])]
-    everything = next(batches(sequences, 4, seed=0, whole=True))
-    assert torch.equal(everything.loss_BT, everything.document_BT == 0)
-
-
-def test_fewer_sequences_than_processes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.num_prompts: wanted one or more for each of 3 processes, got 2"):
-        batches([([1, 2], 1), ([3, 4], 1)], 1, seed=0, shard=2, shards=3)
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_response_tokens() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from draftsmith.decode.target import Step, Target
 from draftsmith.recipes.schema import TargetRef
-from draftsmith.train.data import batches
 from draftsmith.train.features import Features
+from draftsmith.train.stream import SequenceStream, Share
 
 
 def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +23,10 @@ def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: p
         return compute(self, *arguments)
 
     monkeypatch.setattr(Target, "features", counted)
-    stream, plenty, none, little = batches(sequences, 2, seed=0), Features(target, 2**30), Features(target), Features(target, 50_000)
+    stream = SequenceStream(sequences, Share(batch_size=2), seed=0)
+    plenty, none, little = Features(target, 2**30), Features(target), Features(target, 50_000)
     for _ in range(9):  # three epochs, other pairs in each
-        batch = next(stream)
+        (batch,) = next(stream)
         want, got = none.of(batch), plenty.of(batch)
         real = batch.document_BT >= 0
         assert want.taps_BNF is not None and got.taps_BNF is not None and got.taps_BNF.shape == want.taps_BNF.shape
@@ -35,5 +36,5 @@ def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: p
     row = (target.hidden_size * 3) * 4  # bytes a token: two taps and the last hidden state
     assert plenty.bytes == row * sum(len(ids) for ids, _ in sequences) and 0 < little.bytes <= 50_000
     before = len(calls)
-    plenty.of(next(stream))
+    plenty.of(next(stream)[0])
     assert len(calls) == before

@@ -1,0 +1,96 @@
+"""What a run trains: how it is built, which parameters learn how fast, how it is stored. The loop knows no kind of drafter; this is the seam.
+
+A new kind (a causal LM saved as a Hugging Face folder, heads together with adapters in the target) is a subclass of `Trainee` and a line in
+`make_trainee`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import UserError
+from ..decode.target import Target
+from ..eval.drafting import make_proposer, plain
+from ..heads.head import Head
+from ..heads.registry import load_drafter, new_head, save_drafter
+from ..recipes.schema import DrafterRecipe
+from .data import Sequences, frequent_tokens
+from .optimizers import Part
+
+
+class Trainee(ABC):
+    """drafter: what the objective and the proposer get (a `heads.registry.Drafter`).
+
+    module: what is wrapped for several processes, and called by the objective as `model`; it holds every trained parameter, and its `state_dict` is
+    what a checkpoint keeps. The same as `drafter`, unless more is trained.
+    """
+
+    drafter: Any
+    module: nn.Module
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers that training reads."""
+        return tuple(self.drafter.taps)
+
+    @property
+    def target_is_fixed(self) -> bool:
+        """Whether the target's features of a text stay the same all the time, so that the loop may compute and keep them.
+
+        If not, the objective gets no features (step=None): it runs the target itself, with gradients where it wants them.
+        """
+        return True
+
+    def parts(self) -> list[Part]:
+        """All trained parameters."""
+        return [Part(name="drafter", parameters=[(name, p) for name, p in self.module.named_parameters() if p.requires_grad])]
+
+    def mode(self, training: bool) -> None:
+        """Training, or measuring."""
+        self.module.train(training)
+
+    @abstractmethod
+    def save(self, folder: Path, contract: dict[str, Any]) -> None:
+        """Write what users load (`open_drafter` reads it). It appears whole or not at all."""
+
+    @abstractmethod
+    def publish(self, best: Path, folder: Path) -> None:
+        """Write what users load from `best`, which `save` wrote, to `folder`, having checked that it can be read."""
+
+
+class HeadTrainee(Trainee):
+    """A head of `heads.registry.METHODS` on a frozen target."""
+
+    def __init__(self, head: Head, target: Target) -> None:
+        self.drafter, self.module, self.target = head, head, target
+
+    @classmethod
+    def of(cls, recipe: DrafterRecipe, target: Target, sequences: Sequences) -> HeadTrainee:
+        """A new head, or the one to continue from. Raises UserError if it does not fit the recipe, or cannot draft the recipe's tree."""
+        if recipe.drafter.init:
+            head, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
+            if head.method != recipe.drafter.method:
+                raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {head.method}")
+            head.train()
+        else:
+            head = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+            make_proposer(head, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
+            head.set_draft_vocabulary(frequent_tokens(sequences, head.sizes.draft_vocab_size, head.sizes.target_vocab_size), target)
+        return cls(head, target)
+
+    def save(self, folder: Path, contract: dict[str, Any]) -> None:
+        save_drafter(self.drafter, folder, contract)
+
+    def publish(self, best: Path, folder: Path) -> None:
+        chosen, notes = load_drafter(best, self.target, dtype=torch.float32)
+        save_drafter(chosen, folder, notes)
+
+
+def make_trainee(recipe: DrafterRecipe, target: Target, sequences: Sequences) -> Trainee:
+    """What the recipe trains, untrained, made from the global random state."""
+    return HeadTrainee.of(recipe, target, sequences)
