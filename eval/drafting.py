@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
-
-import torch
 
 from .. import UserError
 from ..decode.engine import Engine
 from ..decode.growth import Grower
 from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Latencies
-from ..decode.proposer import Extent, Proposer
+from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
-from ..decode.tree import DraftTree
 from ..heads.registry import Drafter
 from ..recipes.schema import Decode
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # tokens of one verification that are measured, and that cost-aware trees come in
+from .latency import BUCKETS, verify_latencies
 
 
 def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int]) -> Proposer:
@@ -68,28 +63,3 @@ def measure(target: Target, proposer: Proposer, prompt: Sequence[int], *, repeat
     level = 1e3 * out.times.draft / max(1, len(out.rounds[0])) / proposer.max_depth
     verify = verify_latencies(target, prompt, repeats)
     return Latencies(level=level, verify=tuple(verify.items()))
-
-
-@torch.no_grad()
-def verify_latencies(target: Target, prompt: Sequence[int], repeats: int) -> dict[int, float]:
-    """{tokens: median ms} of one verification forward with logits after `prompt`; the sizes take turns, so that drift hits all alike."""
-    length = torch.tensor([len(prompt)], device=target.device)
-    target.set_taps(())
-    target.allocate(1, len(prompt) + max(BUCKETS) + 1)
-    target.prefill(torch.tensor([list(prompt)], device=target.device), length)
-    trees = {n: DraftTree.chain(torch.full((1, n), 7, device=target.device)) for n in BUCKETS}
-    times: dict[int, list[float]] = {n: [] for n in BUCKETS}
-    for repeat in range(repeats + 2):
-        for n, tree in trees.items():
-            _synchronise(target)
-            began = time.perf_counter()
-            target.logits(target.verify(tree, length, Extent(len(prompt), True)).hidden_BNH)
-            _synchronise(target)
-            if repeat >= 2:  # warm-up
-                times[n].append(time.perf_counter() - began)
-    return {n: 1e3 * sorted(t)[len(t) // 2] for n, t in times.items()}
-
-
-def _synchronise(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()

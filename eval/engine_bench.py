@@ -36,8 +36,8 @@ from ..decode.target import Target
 from ..heads.registry import open_drafter
 from ..heads.standalone import Standalone, early_exit
 from ..recipes.schema import TargetRef
-from .drafting import verify_latencies
 from .harness import Settings, choose_threads, short_name
+from .latency import verify_latencies
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import load_suite
 
