@@ -50,6 +50,7 @@ class TargetRef(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attn_implementation: Text | None = None  # null: what transformers picks
     revision: Text | None = None  # a branch, tag or commit on the hub
+    template: dict[str, Any] = field(default_factory=dict)  # what its chat template is given beside the messages, such as {enable_thinking: false}
 
     @property
     def location(self) -> str:
@@ -99,25 +100,61 @@ class Drafter(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source(Section):
+    """One of several sources of training data; see `train/sources.py` for what a path may be."""
+
+    section = "data.sources"
+    path: Text  # "stdlib"; a .jsonl, .parquet or text file; a folder of text or code; a name on the Hugging Face hub
+    weight: Positive = 1.0  # its share of data.num_prompts is in proportion
+    config: Text | None = None  # of a data set on the hub that has several
+    split: Text = "train"  # of a data set on the hub
+    streaming: bool = False  # read a data set on the hub as it is downloaded, and no more of it than needed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """The prompts, and whose responses the drafter learns from."""
 
     section = "data"
-    source: Text = "stdlib"  # "stdlib", or a .jsonl with {"messages": [..]} or {"prompt": ..} a line
-    num_prompts: Size = 1024
-    prompt_chars: Size = 240  # characters of a stdlib prompt
+    source: Text | None = None  # one source: what data.sources takes as a path; null: stdlib, or those of data.sources
+    sources: Annotated[list[Source], Items(0)] = field(default_factory=list)  # several, mixed by their weights
+    num_prompts: Size | None = 1024  # conversations or texts; null: all that there are
+    prompt_chars: Size = 240  # characters of a stdlib prompt, or of one that a plain text is cut into
+    deduplicate: Literal["none", "exact", "near"] = "exact"  # near: what shares most of its runs of five words, too
+    near_similarity: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.8  # how much is most (Jaccard)
+    held_out: Share = 0.0  # share of the prompts, by their hash, that is never trained on, but kept in data/held_out.jsonl of the run
+    exclude: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # prompt sets not to be trained on, besides eval.suite
+    exclude_words: Size = 13  # words in a row, shared with a prompt not to be trained on, that exclude a conversation
     responses: Literal["target", "given"] = "target"
     response_tokens: Size = 160  # the most that the target generates
     temperatures: Annotated[list[NonNegative], Items()] = field(default_factory=lambda: [0.0, 1.0])  # used in turn; a repeat weighs more
+    truncated: Literal["keep", "drop"] = "keep"  # answers that response_tokens cut off
     generation_batch: Size = 32
+    server: Text | None = None  # an OpenAI-compatible server of the target that answers in its place, such as http://localhost:8000/v1
+    server_model: Text | None = None  # the target's name there; null: target.path
+    server_concurrency: Size = 32  # requests at once
+    server_retries: Count = 6  # of a request that failed, after 0.5, 1, 2, 4 .. seconds
+    server_timeout: Positive = 600.0  # seconds that a request may take
     train_on: Literal["responses", "all"] = "responses"  # all: the prompts' tokens too, as the target would continue them
-    sequence_length: Size = 512  # tokens of prompt and response together; longer ones are cut
+    sequence_length: Size = 512  # tokens of prompt and response together
+    too_long: Literal["cut", "drop", "split"] = "cut"  # split: into pieces of sequence_length tokens
+    min_tokens: Size = 1  # conversations and texts with fewer tokens to learn are left out
+    batching: Literal["shuffled", "bucketed", "packed"] = "shuffled"  # bucketed: of like lengths; packed: several in a row of sequence_length
     seed: Seed = 0
+
+    @property
+    def parts(self) -> list[Source]:
+        """The sources, with null resolved."""
+        return list(self.sources) or [Source(path=self.source or "stdlib")]
 
     def check_together(self) -> None:
         if self.responses == "target" and self.response_tokens >= self.sequence_length:
             wanted = f"fewer than data.sequence_length ({self.sequence_length}), which has to hold the prompt too"
             raise misfit("data.response_tokens", wanted, self.response_tokens)
+        if self.sources and self.source is not None:
+            raise misfit("data.source", "null, as data.sources is given", self.source)
+        if self.server is not None and self.responses == "given":
+            raise misfit("data.server", "null, as data.responses is given", self.server)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(args) if len(args) > 1 else str(args[0])
     if origin is list:
         return f"a list (each item {describe(args[0])})"
+    if origin is dict:
+        return "a mapping of names to text, numbers, true or false"
     if is_section(hint):
         return "a mapping of keys"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -144,6 +146,11 @@ def _checked(key: str, hint: Any, value: Any, wanted: str) -> Any:
     elif origin is list:
         if isinstance(value, list):
             return [_checked(key, args[0], item, describe(args[0])) for item in value]
+    elif origin is dict:
+        if isinstance(value, dict) and all(isinstance(name, str) and isinstance(item, str | int | float | bool) for name, item in value.items()):
+            return dict(value)
+    elif is_section(hint):
+        return value if isinstance(value, hint) else build(hint, as_mapping(key, value))
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else math.inf  # an integer may be too large for a float

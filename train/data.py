@@ -1,117 +1,137 @@
-"""Training data: prompts, the target's own continuations of them, and padded batches."""
+"""Training data: the sequences that a recipe asks for, and padded batches of them."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import UserError
-from ..decode.engine import Engine
-from ..decode.prompts import eos_ids, render_prompt
-from ..decode.sampling import SamplingParams
+from ..decode.prompts import eos_ids
 from ..decode.target import Target
 from ..eval.suites import load_suite
+from ..recipes.corpus import Split
+from ..recipes.schema import Source
 from .objectives.common import Batch
+from .regenerate import ByEngine, Progress, Store, key_of, regenerate, samples_of, with_room
+from .selection import Selection, select
+from .sources import documents
+from .templates import Sample, encode
 
 if TYPE_CHECKING:
-    from ..recipes.schema import Data
+    from ..recipes.schema import Data, DrafterRecipe
 
-Sequences = list[tuple[list[int], int]]  # (ids, prompt length)
+Sequences = Sequence[Sample]
 
 
-def regenerate(
+def prepare(
     target: Target,
-    data: Data,
-    store: Path,
-    progress: Callable[[int, int, int], None],
+    recipe: DrafterRecipe,
+    folder: Path,
+    progress: Progress = lambda *_: None,
     shard: int = 0,
     shards: int = 1,
     wait: Callable[[], None] = lambda: None,
-) -> Sequences:
-    """Prompts with the target's own responses, kept in `store` (JSONL), whose first line says what they were made from.
+) -> list[Sample]:
+    """The sequences that a recipe trains on, in the run's folder `folder`: given answers, or the target's own (see `train/regenerate.py`).
 
-    Each of `shards` processes generates its share of the batches; `wait` is their barrier. The result does not depend on their number.
-    A finished store of the same target and settings is read instead; one of others is refused. progress(done, all, tokens): this process's.
+    Raises UserError for sources that cannot be read, for answers of another target, template or other data, and if nothing is left to learn.
     """
-    assert target.tokenizer is not None
-    key = {"fingerprint": target.fingerprint(), "data": {k: str(v) for k, v in vars(data).items() if k != "train_on"}}
-    if store.is_file():
-        return _read(store, key)
-    if data.responses != "target":
-        raise UserError("data.responses: wanted target, got given; training on given responses is not supported yet")
-    suite = load_suite(data.source, data.num_prompts, split="train", prompt_chars=data.prompt_chars, seed=data.seed)
-    room = data.sequence_length - data.response_tokens
-    prompts = [ids for ids in (render_prompt(target.tokenizer, m) for m in suite.prompts) if len(ids) <= room]
-    if not prompts:
-        raise UserError(f"data.sequence_length: wanted room for prompts beside data.response_tokens, got {room} tokens, less than any prompt has")
-    engine, stops, tokens = Engine(target), eos_ids(target.model), 0
-    store.parent.mkdir(parents=True, exist_ok=True)
-    parts = [store.with_name(f"{store.name}.{i}-of-{shards}.partial") for i in range(shards)]
-    mine = range(shard * data.generation_batch, len(prompts), shards * data.generation_batch)
-    share = sum(len(prompts[start : start + data.generation_batch]) for start in mine)
-    done = 0
-    with parts[shard].open("w", encoding="utf-8") as handle:
-        for start in mine:
-            part = prompts[start : start + data.generation_batch]
-            params = [
-                SamplingParams(temperature=data.temperatures[(start + i) % len(data.temperatures)], seed=data.seed + start + i)
-                for i in range(len(part))
-            ]
-            out = engine.generate(part, params, data.response_tokens, eos_ids=stops)
-            for index, (prompt, new) in enumerate(zip(part, out.tokens, strict=True), start):
-                handle.write(json.dumps({"index": index, "ids": prompt + new, "prompt": len(prompt)}) + "\n")
-            done, tokens = done + len(part), tokens + sum(len(new) for new in out.tokens)
-            progress(done, share, tokens)
-    wait()
+    data, tokenizer = recipe.data, target.tokenizer
+    assert tokenizer is not None
+    stops = eos_ids(target.model)
+    selection = select(data, measured_prompts(recipe))
     if shard == 0:
-        _merge(parts, store, key)
-    wait()
-    return _read(store, key)
+        keep_held_out(selection, folder)
+    if data.responses == "given":
+        samples = [encode(tokenizer, document, stops).sample for document in selection.documents]
+    else:
+        documents = with_room(selection.documents, tokenizer, data)
+        key = key_of(documents, tokenizer, data, {"fingerprint": target.fingerprint()})
+        store = Store(folder / "data" / "responses.jsonl", key)
+        lines = regenerate(documents, store, ByEngine(target, data), progress=progress, shard=shard, shards=shards, wait=wait)
+        samples = samples_of(lines, tokenizer, stops, data)
+    return limited(samples, data)
 
 
-def _merge(parts: list[Path], store: Path, key: dict[str, Any]) -> None:
-    """All parts, in the order of the prompts, to the finished store: it appears whole or not at all."""
-    lines = sorted((json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()), key=lambda line: line["index"])
-    draft = store.with_suffix(".partial")
-    with draft.open("w", encoding="utf-8") as handle:
-        for line in [key, *lines]:
-            handle.write(json.dumps(line) + "\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    draft.rename(store)
-    for part in parts:
-        part.unlink()
+def measured_prompts(recipe: DrafterRecipe) -> list[str]:
+    """What the users say in prompts that are measured with, and so not trained on: those of eval.suite and data.exclude.
+
+    The embedded suite is not compared with the embedded source: their files are others, by hash.
+    """
+    part, data = recipe.eval, recipe.data
+    suites = [part.suite] if part.suite != "stdlib" or any(source.path != "stdlib" for source in data.parts) else []
+    splits: tuple[Split, ...] = ("dev", "test")
+    counts = {"dev": part.dev_prompts, "test": part.num_prompts}
+    prompts = [
+        messages
+        for name in suites
+        for split in splits
+        for messages in load_suite(name, counts[split], split=split, prompt_chars=part.prompt_chars, seed=part.seed).prompts
+    ]
+    prompts += [document.messages for name in data.exclude for document in documents(Source(path=name))]
+    return [str(message["content"]) for messages in prompts for message in messages if message["role"] == "user"]
 
 
-def _read(store: Path, key: dict[str, Any]) -> Sequences:
-    with store.open(encoding="utf-8") as handle:
-        lines = [json.loads(line) for line in handle]
-    if lines[0] != key:
-        raise UserError(f"data {store}: made for another target or other data settings; give another out=FOLDER, or delete it")
-    return [(line["ids"], line["prompt"]) for line in lines[1:]]
+def keep_held_out(selection: Selection, folder: Path) -> None:
+    """Write the prompts that are held out as data/held_out.jsonl, which `draftsmith eval --suite` takes."""
+    if not selection.held_out:
+        return
+    path = folder / "data" / "held_out.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"messages": document.messages} if document.messages else {"prompt": document.text}) for document in selection.held_out]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def limited(samples: Sequences, data: Data) -> list[Sample]:
+    """Sequences of at most data.sequence_length tokens, and at least data.min_tokens to learn. Raises UserError if there are none."""
+    size, found = data.sequence_length, list[Sample]()
+    for sample in samples:
+        if len(sample.ids) <= size:
+            found.append(sample)
+        elif data.too_long == "cut":
+            found.append(sample.part(0, size))
+        elif data.too_long == "split":
+            found += [sample.part(start, start + size) for start in range(0, len(sample.ids), size)]
+    least = [sample for sample in found if (len(sample.ids) if data.train_on == "all" else sample.learned) >= data.min_tokens]
+    if not least:
+        raise UserError(
+            f"data: wanted sequences with {data.min_tokens} tokens or more to learn within data.sequence_length {size}, got none of {len(samples)}; "
+            "look at them with draftsmith data inspect"
+        )
+    return least
 
 
 def frequent_tokens(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
-    """[size] the most frequent ids of the responses, ascending; ties and ids never seen go by id."""
-    counts = Counter(token for ids, prompt in sequences for token in ids[prompt:])
+    """[size] the most frequent ids among those that are learned, ascending; ties and ids never seen go by id."""
+    counts = Counter(token for ids, spans in sequences for start, stop in spans for token in ids[start:stop])
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
 def collate(sequences: Sequences) -> Batch:
-    """Right-padded batch; the loss is on the responses, padding is document -1."""
-    longest = max(len(ids) for ids, _ in sequences)
-    ids_BT = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    """Right-padded batch; the loss is on the spans, padding is document -1."""
+    return collate_packed([[sample] for sample in sequences])
+
+
+def collate_packed(rows: Sequence[Sequences]) -> Batch:
+    """Right-padded batch of rows of one sequence or more, which are documents 0, 1, .. of the row; positions start anew with each."""
+    longest = max(sum(len(sample.ids) for sample in row) for row in rows)
+    ids_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
     loss_BT, document_BT = torch.zeros_like(ids_BT, dtype=torch.bool), torch.full_like(ids_BT, -1)
-    for row, (ids, prompt) in enumerate(sequences):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        loss_BT[row, prompt : len(ids)] = True
-        document_BT[row, : len(ids)] = 0
-    return Batch(ids_BT, loss_BT, torch.arange(longest).expand_as(ids_BT), document_BT)
+    position_BT = torch.arange(longest).repeat(len(rows), 1)
+    for index, row in enumerate(rows):
+        at = 0
+        for document, (ids, spans) in enumerate(row):
+            ids_BT[index, at : at + len(ids)] = torch.tensor(ids)
+            for start, stop in spans:
+                loss_BT[index, at + start : at + stop] = True
+            document_BT[index, at : at + len(ids)] = document
+            position_BT[index, at:] = torch.arange(longest - at)
+            at += len(ids)
+    return Batch(ids_BT, loss_BT, position_BT, document_BT)

@@ -26,7 +26,7 @@ from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
 from ..heads.registry import METHODS, load_drafter, open_drafter
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
-from .data import regenerate
+from .data import prepare
 from .language_model import train_language_model
 from .launch import check_launch, run_processes
 from .loop import fit, progress_bar
@@ -107,17 +107,17 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     began = time.monotonic()
     with progress_bar(main_process) as bar:
         task = bar.add_task("target's own responses (this process)", total=None, note="")
-        sequences = regenerate(
+        sequences = prepare(
             target,
-            recipe.data,
-            folder / "data" / "responses.jsonl",
+            recipe,
+            folder,
             lambda done, every, tokens: bar.update(task, completed=done, total=every, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s"),
             accelerator.process_index,
             accelerator.num_processes,
             accelerator.wait_for_everyone,
         )
     generated = time.monotonic() - began
-    figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(len(i) - p for i, p in sequences)}
+    figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(sample.learned for sample in sequences)}
     if not (folder / "drafter" / "config.json").is_file():
         figures |= fit(recipe, objective, folder, accelerator, target, sequences)
         if main_process:

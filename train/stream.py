@@ -8,11 +8,12 @@ batches of its slice of the rows. So the content of a step, and of every micro-b
     state = stream.state_dict()                     # (epoch, position): no word of processes
     stream.load_state_dict(state)                   # in a run with any number of processes: goes on with the step after
 
-Other data (packed rows, length buckets) are another `EpochStream`; data that the drafter takes part in making (on-policy) another `Stream`.
+Other fixed data are another `EpochStream`; data that the drafter takes part in making (on-policy) another `Stream`.
 """
 
 from __future__ import annotations
 
+import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 
 from .. import UserError
 from ..recipes.schema import DrafterRecipe
-from .data import Sequences, collate
+from .data import Sequences, collate_packed
 from .objectives.common import Batch
 
 Row = TypeVar("Row")
@@ -143,28 +144,95 @@ def strata(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]
     return [[column[i] for column in columns] for i in range(size)]
 
 
+def bucketed(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, ranks: int = 32) -> list[list[int]]:
+    """`strata`, but of items of like lengths in a batch: row r has the items whose rank by length is r modulo batch_size.
+
+    Row by row, items change places with those of the same row within `ranks` ranks, so that batches are others in every epoch; their order is shuffled.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda item: (lengths[item], item))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    size = max(len(lengths) // batch_size, 1)
+    columns = []
+    for row in range(batch_size):
+        items = [by_length[i] for i in range(row, len(lengths), batch_size)] or [by_length[row % len(lengths)]]
+        if len(items) > size:
+            del items[int(torch.randint(len(items), (1,), generator=generator))]
+        for start in range(0, size, ranks):
+            part = items[start : start + ranks]
+            items[start : start + ranks] = [part[i] for i in torch.randperm(len(part), generator=generator).tolist()]
+        columns.append(items)
+    return [[column[i] for column in columns] for i in torch.randperm(size, generator=generator).tolist()]
+
+
+def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Items in rows of at most `size` tokens, by best fit, the longest first: the row in which least space is left. A longer item is a row by itself."""
+    rows: list[list[int]] = []
+    with_space: dict[int, list[int]] = {}  # rows by the tokens that they still have room for
+    spaces: list[int] = []  # its keys, ascending
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect.bisect_left(spaces, lengths[item])
+        if at == len(spaces):
+            rows.append([item])
+            row, space = len(rows) - 1, size - lengths[item]
+        else:
+            row, space = with_space[spaces[at]].pop(), spaces[at] - lengths[item]
+            rows[row].append(item)
+            if not with_space[spaces[at]]:
+                del with_space[spaces[at]], spaces[at]
+        if space > 0:
+            if space not in with_space:
+                bisect.insort(spaces, space)
+            with_space.setdefault(space, []).append(row)
+    return rows
+
+
 class SequenceStream(EpochStream[int]):
-    """Padded batches of single sequences. A row is a sequence's index.
+    """Padded batches of sequences. A row is a sequence, or several that are packed, which know nothing of each other; it is known by its number.
 
     whole: learn to draft the prompts' tokens too, as the target would continue them, not those of the responses only.
+    batching: "shuffled"; "bucketed", rows of like lengths in a batch; "packed", sequences in rows of `length` tokens, the same rows in every epoch.
     Raises UserError if there are no sequences.
     """
 
-    def __init__(self, sequences: Sequences, share: Share, seed: int, *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        share: Share,
+        seed: int,
+        *,
+        whole: bool = False,
+        batching: Literal["shuffled", "bucketed", "packed"] = "shuffled",
+        length: int = 0,
+    ) -> None:
         super().__init__(share)
         if not sequences:
             raise UserError("data: wanted one sequence or more to train on, got none")
-        self.sequences, self.seed, self.whole = sequences, seed, whole
+        self.sequences, self.seed, self.whole, self.bucketed = sequences, seed, whole, batching == "bucketed"
+        lengths = [len(sample.ids) for sample in sequences]
+        self.rows = packed(lengths, length) if batching == "packed" else [[index] for index in range(len(sequences))]
+        self.lengths = [sum(lengths[index] for index in row) for row in self.rows]
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
-        return strata(len(self.sequences), self.share.batch_size, self.seed, epoch)
+        if self.bucketed:
+            return bucketed(self.lengths, self.share.batch_size, self.seed, epoch)
+        return strata(len(self.rows), self.share.batch_size, self.seed, epoch)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        batch = collate([(self.sequences[i][0], 0) if self.whole else self.sequences[i] for i in rows])
+        chosen = [[self.sequences[index] for index in self.rows[row]] for row in rows]
+        batch = collate_packed([[sample.whole for sample in row] for row in chosen] if self.whole else chosen)
         batch.sequence_B = list(rows)
         return batch
 
+    def padding(self) -> float:
+        """The share of padding in the places of the first epoch's micro-batches, over all processes."""
+        micro = [batch[at : at + self.share.rows] for batch in self.epoch_batches(0) for at in range(0, self.share.batch_size, self.share.rows)]
+        places = sum(len(rows) * max(self.lengths[row] for row in rows) for rows in micro)
+        return 1 - sum(self.lengths[row] for rows in micro for row in rows) / places
 
-def make_stream(recipe: DrafterRecipe, sequences: Sequences, share: Share) -> Stream:
+
+def make_stream(recipe: DrafterRecipe, sequences: Sequences, share: Share) -> SequenceStream:
     """The stream that the recipe asks for."""
-    return SequenceStream(sequences, share, recipe.train.seed, whole=recipe.data.train_on == "all")
+    data = recipe.data
+    return SequenceStream(
+        sequences, share, recipe.train.seed, whole=data.train_on == "all", batching=data.batching, length=data.sequence_length
+    )

@@ -109,7 +109,7 @@ def parameters(temperature: float) -> list[SamplingParams]:
 def acquainted(method: str, target: Target, objective: MedusaObjective, **settings: Any) -> StepwiseHead:
     """A head that has seen what `check_lossless` decodes a few times, so that some of its drafts are accepted and others are not."""
     texts = [Engine(target).generate(PROMPTS, parameters(temperature), LENGTH).tokens for temperature in (0.0, 1.0)]
-    batch = collate([(prompt + text, 0) for rows in texts for prompt, text in zip(PROMPTS, rows, strict=True)])
+    batch = collate([Sample(prompt + text, [(0, len(prompt + text))]) for rows in texts for prompt, text in zip(PROMPTS, rows, strict=True)])
     return fit(method, target, objective, batch, 10, **settings)
 
 

@@ -8,13 +8,14 @@ from draftsmith.decode.target import Step, Target
 from draftsmith.recipes.schema import TargetRef
 from draftsmith.train.features import Features
 from draftsmith.train.stream import SequenceStream, Share
+from draftsmith.train.templates import Sample
 
 
 def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target.load(TargetRef().location)
     target.set_taps((2, 5))
     generator = torch.Generator().manual_seed(0)
-    sequences = [(torch.randint(5, 2000, (9 + 3 * i,), generator=generator).tolist(), 4) for i in range(6)]
+    sequences = [Sample(torch.randint(5, 2000, (9 + 3 * i,), generator=generator).tolist(), [(4, 9 + 3 * i)]) for i in range(6)]
     calls: list[int] = []
     compute = Target.features
 

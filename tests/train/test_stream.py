@@ -7,8 +7,9 @@ import torch
 from draftsmith import UserError
 from draftsmith.train.objectives.common import Batch
 from draftsmith.train.stream import SequenceStream, Share, strata
+from draftsmith.train.templates import Sample
 
-SEQUENCES = [(list(range(100 * i, 100 * i + 4 + i % 5)), 2) for i in range(27)]
+SEQUENCES = [Sample(list(range(100 * i, 100 * i + 4 + i % 5)), [(2, 4 + i % 5)]) for i in range(27)]
 
 
 def stream(process: int = 0, processes: int = 1, *, micro: int | None = 2, seed: int = 0) -> SequenceStream:
