@@ -23,6 +23,7 @@ from ..eval.drafting import make_proposer, plain
 from ..eval.suites import load_suite
 from ..heads.head import Head
 from ..recipes.schema import DrafterRecipe, to_yaml
+from .data import Sequences
 from .features import Features
 from .language_model import schedule
 from .objectives.common import Objective
@@ -31,9 +32,7 @@ from .stream import Share, make_stream
 from .trainee import make_trainee
 
 
-def fit(
-    recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: Accelerator, target: Target, sequences: list[tuple[list[int], int]]
-) -> dict[str, Any]:
+def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: Accelerator, target: Target, sequences: Sequences) -> dict[str, Any]:
     """The training loop: step / log / measure by real decoding / keep the best."""
     train, main_process = recipe.train, accelerator.is_main_process
     torch.manual_seed(train.seed)

@@ -17,7 +17,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -147,7 +147,7 @@ def strata(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]
 def bucketed(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, ranks: int = 32) -> list[list[int]]:
     """`strata`, but of items of like lengths in a batch: row r has the items whose rank by length is r modulo batch_size.
 
-    Row by row, items change places with those of the same row within `ranks` ranks, so that batches are others in every epoch; their order is shuffled.
+    Items change places with those of the same row within `ranks` ranks, so that batches are others in every epoch; their order is shuffled.
     """
     by_length = sorted(range(len(lengths)), key=lambda item: (lengths[item], item))
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -165,7 +165,7 @@ def bucketed(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, ran
 
 
 def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Items in rows of at most `size` tokens, by best fit, the longest first: the row in which least space is left. A longer item is a row by itself."""
+    """Items in rows of at most `size` tokens: the longest first, each where the least space is left. A longer item is a row by itself."""
     rows: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # rows by the tokens that they still have room for
     spaces: list[int] = []  # its keys, ascending
@@ -233,6 +233,4 @@ class SequenceStream(EpochStream[int]):
 def make_stream(recipe: DrafterRecipe, sequences: Sequences, share: Share) -> SequenceStream:
     """The stream that the recipe asks for."""
     data = recipe.data
-    return SequenceStream(
-        sequences, share, recipe.train.seed, whole=data.train_on == "all", batching=data.batching, length=data.sequence_length
-    )
+    return SequenceStream(sequences, share, recipe.train.seed, whole=data.train_on == "all", batching=data.batching, length=data.sequence_length)

@@ -18,6 +18,7 @@ from draftsmith.train.data import collate
 from draftsmith.train.losses import soft_cross_entropy
 from draftsmith.train.objectives.common import Batch
 from draftsmith.train.objectives.medusa import MedusaObjective
+from draftsmith.train.templates import Sample
 
 from .tiny import VOCAB, features, ragged, random_ids, whole
 
