@@ -121,7 +121,7 @@ class Data(Section):
     num_prompts: Size | None = 1024  # conversations or texts; null: all that there are
     prompt_chars: Size = 240  # characters of a stdlib prompt, or of one that a plain text is cut into
     deduplicate: Literal["none", "exact", "near"] = "exact"  # near: what shares most of its runs of five words, too
-    near_similarity: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.8  # how much is most (Jaccard)
+    near_similarity: Annotated[float, Bound(">=", 0.5), Bound("<=", 1)] = 0.8  # how much is most (Jaccard)
     held_out: Share = 0.0  # share of the prompts, by their hash, that is never trained on, but kept in data/held_out.jsonl of the run
     exclude: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # prompt sets not to be trained on, besides eval.suite
     exclude_words: Size = 13  # words in a row, shared with a prompt not to be trained on, that exclude a conversation

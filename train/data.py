@@ -44,6 +44,8 @@ def prepare(
     """
     data, tokenizer = recipe.data, target.tokenizer
     assert tokenizer is not None
+    if data.server is not None:
+        raise UserError(f"data.server: wanted null, as servers are not supported yet, got {data.server}")
     stops = eos_ids(target.model)
     selection = select(data, measured_prompts(recipe))
     if shard == 0:

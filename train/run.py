@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from .. import UserError
-from ..decode.prompts import render_prompt
+from ..decode.prompts import render_prompt, set_template
 from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
 from ..eval.harness import Settings, build_report, choose_threads, evaluate
@@ -104,6 +104,8 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     target = Target.load(
         ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
     )
+    if target.tokenizer is not None:
+        set_template(target.tokenizer, ref.template)
     began = time.monotonic()
     with progress_bar(main_process) as bar:
         task = bar.add_task("target's own responses (this process)", total=None, note="")

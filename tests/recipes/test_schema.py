@@ -213,7 +213,7 @@ def test_an_unknown_key_in_a_file_is_named_with_its_section() -> None:
         ("eval.eager=yes", "eval.eager: wanted true or false, got 'yes'"),
         ("drafter.taps=[-1]", "drafter.taps: wanted an integer >= 0, got -1"),
         ("target.revision=1234567", "target.revision: wanted null or text that is not empty, got 1234567; quote it to make it text"),
-        ("data.source=''", "data.source: wanted text that is not empty, got ''"),
+        ("data.source=''", "data.source: wanted null or text that is not empty, got ''"),
         ("name=../x", "name: wanted text of letters, digits, '.', '_' and '-' (it names the run's folder), got '../x'"),
         ("kind=target", "kind: wanted drafter, got 'target'"),
         ("train", "override: wanted key=value, got 'train'; for example train.steps=100"),
