@@ -145,12 +145,12 @@ def _checked(key: str, hint: Any, value: Any, wanted: str) -> Any:
         raise misfit(key, wanted, value, f"did you mean {nearest[0]}?" if nearest else "")
     elif origin is list:
         if isinstance(value, list):
+            if is_section(args[0]):
+                return [item if isinstance(item, args[0]) else build(args[0], as_mapping(key, item)) for item in value]
             return [_checked(key, args[0], item, describe(args[0])) for item in value]
     elif origin is dict:
         if isinstance(value, dict) and all(isinstance(name, str) and isinstance(item, str | int | float | bool) for name, item in value.items()):
             return dict(value)
-    elif is_section(hint):
-        return value if isinstance(value, hint) else build(hint, as_mapping(key, value))
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else math.inf  # an integer may be too large for a float
