@@ -78,10 +78,11 @@ def eval_command(
     from .decode.sampling import SamplingParams
     from .decode.target import Target
     from .eval.drafting import default_depth, make_proposer, plain
+    from .eval.drift import measure_drift, original_outputs
     from .eval.harness import Settings, build_report, choose_threads, evaluate
     from .eval.report import terminal_table, write_report
     from .eval.suites import load_suite
-    from .heads.registry import open_drafter
+    from .heads.registry import open_drafter, tunes_target
     from .recipes.schema import Decode, TargetRef
 
     temperatures = [0.0, 1.0] if temperature is None else temperature
@@ -94,6 +95,7 @@ def eval_command(
     Decode(tree=tree, length=length)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
+    original = original_outputs(loaded, prompts, max_new_tokens) if tunes_target(drafter) else None
     head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
     others = {name: open_drafter(name, loaded, cross_tokenizer=cross_tokenizer)[0] for name in other or []}
     settings = Settings(
@@ -123,7 +125,8 @@ def eval_command(
         "nodes": proposer.num_nodes - 1,
         "contract": contract,
     }
-    report = build_report(loaded, description, prompts, settings, measured, None, used)
+    drift = None if original is None else measure_drift(loaded, original)
+    report = build_report(loaded, description, prompts, settings, measured, None, used, drift)
     files = write_report(report, out)
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)

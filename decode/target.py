@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,8 @@ class Target:
         self._cache: TreeCache | None = None
         self._open = torch.empty(0)  # a mask that forbids nothing
         self._fused = fuse(list(self.layers), str(getattr(model.config, "_attn_implementation", "")))
+        self.identity: dict[str, str] | None = None  # the fingerprint, once the weights are no longer the original's
+        self.bound = False  # whether a head was made or loaded for these weights
         self._check_logits()
 
     # -- loading ---------------------------------------------------------------------------------------------------------------------------
@@ -256,12 +258,12 @@ class Target:
         logits: Tensor = self.lm_head(hidden)
         return logits if ids_V is None else logits[..., ids_V]
 
-    @torch.no_grad()
-    def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor) -> Step:
+    def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, *, gradient: bool = False) -> Step:
         """One causal pass without a cache. Tokens attend within their own document (ids >= 0; -1 is padding) only."""
         causal = torch.ones(ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device).tril()
         allowed_BTT = causal & (document_BT.unsqueeze(1) == document_BT.unsqueeze(2))
-        return self._forward(ids_BT, position_BT, self._windowed(allowed_BTT, position_BT, position_BT), None)
+        with torch.set_grad_enabled(gradient):
+            return self._forward(ids_BT, position_BT, self._windowed(allowed_BTT, position_BT, position_BT), None)
 
     def allocate(self, batch: int, capacity: int) -> None:
         """Make (or reuse) a cache of `batch` rows and at least `capacity` slots. Old content is not cleared, and never read."""
@@ -331,8 +333,23 @@ class Target:
 
     # -- identity --------------------------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def adapting(self, adapter: str) -> Iterator[None]:
+        """Weights may change inside, by what the short hash `adapter` names. From then on the fingerprint is the original's with that added."""
+        identity = {**self.fingerprint(), "adapter": adapter}
+        yield
+        self.identity = identity
+        for layer in self.layers:
+            vars(layer).pop("forward", None)  # fused layers may hold copies of the old weights
+        self._fused = fuse(list(self.layers), str(getattr(self.model.config, "_attn_implementation", "")))
+
     def fingerprint(self) -> dict[str, str]:
-        """{"tokenizer", "config", "weights"}: short hashes by which a drafter recognises its target, whatever dtype it is loaded in."""
+        """{"tokenizer", "config", "weights"}: short hashes by which a drafter recognises its target, whatever dtype it is loaded in.
+
+        "adapter" beside them: these are the original's, and such an adapter was merged into its weights since.
+        """
+        if self.identity is not None:
+            return dict(self.identity)
         weights = hashlib.sha256()
         for name, parameter in sorted(self.model.named_parameters()):
             flat = parameter.detach().flatten()

@@ -63,14 +63,17 @@ def read_entry(run: Path) -> list[Entry]:
     name = run.name if run.name not in ("", ".", "eval", "report.json") else run.resolve().parent.name
     method = str(report.drafter.get("method", "drafter"))
     label = name if method in name else f"{name} ({method})"
+    label = label if report.drift is None else f"{label}, tunes its target"
     entries = [Entry(label, report.overall, report.drafter.get("parameters"), None if seconds is None else seconds / 60, same)]
     return entries + [Entry(other.drafter, other.results, None, None, same) for other in report.others]
 
 
 def _same(report: Report) -> tuple[str, ...]:
     fingerprint = report.target.get("fingerprint", {})
+    weights = fingerprint.get("weights", "") if isinstance(fingerprint, dict) else fingerprint
+    adapter = f" tuned by adapter {fingerprint['adapter']}" if isinstance(fingerprint, dict) and "adapter" in fingerprint else ""
     return (
-        f"target {report.target.get('name')} {fingerprint.get('weights', '') if isinstance(fingerprint, dict) else fingerprint}",
+        f"target {report.target.get('name')} {weights}{adapter}",
         f"prompts {report.protocol.get('prompts_sha256')}",
         f"max_new_tokens {report.protocol.get('max_new_tokens')}",
         f"timed_prompts {report.protocol.get('timed_prompts')}",

@@ -21,7 +21,7 @@ from ..decode.proposer import Extent, Proposer
 from ..decode.sampling import Sampler, SamplingParams
 from ..decode.target import Target
 from ..decode.tree import DraftTree
-from .schema import Cost, Lossless, Other, OutputBucket, Piece, Report, Row, Sample, Speedup, SpeedupEndToEnd, Tie, TimeSplit, TokensPerSecond
+from .schema import Cost, Drift, Lossless, Other, OutputBucket, Piece, Report, Row, Sample, Speedup, SpeedupEndToEnd, Tie, TimeSplit, TokensPerSecond
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import Suite
 
@@ -325,8 +325,9 @@ def build_report(
     measured: Measured,
     training: dict[str, Any] | None,
     threads: dict[str, Any],
+    drift: Drift | None = None,
 ) -> Report:
-    """The report, with everything recorded that can change a number. threads: what `choose_threads` said."""
+    """The report, with everything recorded that can change a number. threads: what `choose_threads` said. drift: of a target that was tuned."""
     device = torch.cuda.get_device_name() if target.device.type == "cuda" else _cpu_name()
     return Report(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -368,6 +369,7 @@ def build_report(
         samples=measured.samples,
         training=training,
         others=measured.others,
+        drift=drift,
     )
 
 

@@ -163,6 +163,20 @@ def _gate_sentence(report: Report) -> str:
     return f"The gate compares speculative with plain decoding, output by output; a setting that changes the output shows FAIL: {found}."
 
 
+def drift_sentence(report: Report) -> str:
+    """For a drafter that tunes its target: what the gate compares with, and how far that is from the original. Empty for all others."""
+    drift = report.drift
+    if drift is None:
+        return ""
+    return (
+        "Not the original target: this drafter tunes it, and lossless means the same output as the tuned target's, for which everything here was "
+        f"measured. How far that has moved, on {_count(drift.prompts, 'held-out prompt')}: the original's own responses "
+        f"({_count(drift.tokens, 'token')}) have perplexity {drift.original_perplexity:.3f} for the original and {drift.tuned_perplexity:.3f} for "
+        f"the tuned target; both have the same likeliest token at {_percent(drift.same_argmax)} of their positions; "
+        f"{_percent(drift.same_generations)} of the greedy responses are identical."
+    )
+
+
 def _headline_words(report: Report) -> tuple[str, str, str]:
     """The large figure, its interval (may be empty), and the sentence below it."""
     row = report.headline
@@ -209,7 +223,8 @@ def terminal_table(report: Report) -> rich.console.Group:
     title = f"{_title(report)}, {suites[0]}" if len(suites) == 1 else _title(report)
     tables = [_terminal_rows(title, _all_cells(report, "x"), len(suites) > 1)]
     tables += [_terminal_rows(f"{name}, the same prompts", cells, len(suites) > 1) for name, cells in _other_cells(report, "x")]
-    return rich.console.Group(*tables)
+    words = [rich.markup.escape(text) for text in [drift_sentence(report)] if text]
+    return rich.console.Group(*tables, *words)
 
 
 def _terminal_rows(title: str, rows: Sequence[_Cells], name_suites: bool) -> rich.table.Table:
@@ -270,6 +285,7 @@ def render_markdown(report: Report) -> str:
         f"# {_markdown_cell(_title(report))}",
         f"**{figure}** {_markdown_cell(sentence)}" + (f" {interval}." if interval else ""),
         _gate_sentence(report),
+        *(f"**{text}**" for text in [_markdown_cell(drift_sentence(report))] if text),
         "## Results",
         _markdown_table(head, results, left=1),
         "## Drafting",
@@ -378,6 +394,7 @@ def render_html(report: Report) -> str:
         interval=interval,
         sentence=sentence,
         gate=_gate_sentence(report),
+        drift=drift_sentence(report),
         headline=report.headline,
         rows=rows,
         listed=[*rows, *(cells for _, others in _other_cells(report, "×") for cells in others)],  # noqa: RUF001

@@ -202,6 +202,27 @@ class Other:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How far a target that was tuned with its drafter has moved from the original, on held-out prompts.
+
+    Perplexities are of the original's responses at T=1, both models reading the same text. same_argmax: share of their positions where both would
+    choose the same token. same_generations: share of prompts whose greedy responses are identical.
+    """
+
+    prompts: int
+    tokens: int
+    original_perplexity: float
+    tuned_perplexity: float
+    same_argmax: float
+    same_generations: float
+
+    def __post_init__(self) -> None:
+        _check(min(self.original_perplexity, self.tuned_perplexity) >= 1, "perplexity", "numbers >= 1", self.original_perplexity)
+        for name in ("same_argmax", "same_generations"):
+            _check(0 <= getattr(self, name) <= 1, name, "a share 0..1", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """`created` is an ISO 8601 time. The four dicts hold JSON values; SCHEMA.md says which of their keys the renderers read."""
 
@@ -215,6 +236,7 @@ class Report:
     samples: list[Sample]
     training: dict[str, Any] | None
     others: list[Other] = dataclasses.field(default_factory=list)
+    drift: Drift | None = dataclasses.field(default_factory=lambda: None)  # None: the target is the original
 
     def __post_init__(self) -> None:
         _check(self.schema == SCHEMA, "schema", f"{SCHEMA!r}", f"{self.schema!r}; read it with the version of draftsmith that wrote it")

@@ -123,6 +123,7 @@ class Head(nn.Module, ABC):
     def bind(self, target: Target) -> Self:
         """Use the target's embeddings and output layer. Returns self."""
         self._target = [target]
+        target.bound = True
         return self
 
     def set_draft_vocabulary(self, ids: Tensor, target: Target | None = None) -> None:

@@ -58,15 +58,8 @@ class RecurrentHead(Head):
 
         A soft cap on the target's logits is left out: it keeps their order, and the head is trained for what it is used with.
         """
-        rows = self.target.lm_head.weight
-        assert isinstance(rows, Tensor)
-        if self.config.draft_vocab_size < self.config.target_vocab_size:
-            rows = rows[self.draft_ids]
-        config = self.target.config
-        scaling, scale = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
-        rows = rows if scaling is None else rows / scaling
-        rows = rows if scale is None else rows * scale
-        return rows.to(next(self.parameters()).dtype)
+        part = self.config.draft_vocab_size < self.config.target_vocab_size
+        return scaled_rows(self.target, self.draft_ids if part else None).to(next(self.parameters()).dtype)
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., V] over the draft vocabulary."""
@@ -101,6 +94,16 @@ class RecurrentHead(Head):
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> RecurrentProposer:
         """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes. kind: see `Grower`."""
         return RecurrentProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
+
+
+def scaled_rows(target: Target, ids_V: Tensor | None = None) -> Tensor:
+    """[V, H] the target's output rows (of these tokens), with the family's factor on logits."""
+    rows = target.lm_head.weight
+    assert isinstance(rows, Tensor)
+    rows = rows if ids_V is None else rows[ids_V]
+    scaling, scale = getattr(target.config, "logits_scaling", None), getattr(target.config, "logit_scale", None)
+    rows = rows if scaling is None else rows / scaling
+    return rows if scale is None else rows * scale
 
 
 def check_output_layer(target: Target) -> None:

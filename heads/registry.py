@@ -28,6 +28,7 @@ from ..decode.free.retrieval import Retrieval
 from ..decode.free.suffix import SuffixAutomaton
 from ..decode.proposer import Proposer
 from ..decode.target import Target
+from . import adapter as adapters
 from .cascade import Cascade, check_inner
 from .cross_tokenizer import CrossTokenizer
 from .dflash import DFlash, DFlashConfig
@@ -223,18 +224,41 @@ def new_head(method: str, target: Target, settings: dict[str, Any]) -> Head:
 
 
 def save_drafter(drafter: Head, folder: Path, contract: dict[str, Any]) -> None:
-    """Write the native folder. It appears whole or not at all: a sibling is written, synced and renamed."""
-    draft = folder.with_name(folder.name + ".partial")
-    if draft.exists():
-        shutil.rmtree(draft)
+    """Write the native folder. It appears whole or not at all: a sibling is written, synced and renamed.
+
+    If an adapter of its target is being trained with it, that lies beside, and the contract names both.
+    """
+    draft = _partial(folder)
     draft.mkdir(parents=True)
     config = {"method": drafter.method, **dataclasses.asdict(drafter.sizes)}
     save_file({k: v.detach().contiguous().cpu() for k, v in drafter.state_dict().items()}, draft / "model.safetensors")
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if isinstance(drafter.target, adapters.TunableTarget):
+        fingerprint = adapters.save(drafter.target, draft / adapters.FOLDER)
+        contract = {**contract, "target": {**contract["target"], "fingerprint": fingerprint}, "adapter": adapters.FOLDER}
     (draft / "contract.json").write_text(json.dumps(contract, indent=2) + "\n")
-    for name in FILES:
-        with open(draft / name, "rb") as handle:
-            os.fsync(handle.fileno())
+    _appear(draft, folder)
+
+
+def copy_drafter(source: Path, folder: Path) -> None:
+    """Copy a saved drafter, its adapter too. The copy appears whole or not at all."""
+    draft = _partial(folder)
+    shutil.copytree(source, draft)
+    _appear(draft, folder)
+
+
+def _partial(folder: Path) -> Path:
+    draft = folder.with_name(folder.name + ".partial")
+    if draft.exists():
+        shutil.rmtree(draft)
+    return draft
+
+
+def _appear(draft: Path, folder: Path) -> None:
+    for path in draft.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
     old = folder.with_name(folder.name + ".old")
     if folder.exists():
         folder.rename(old)
@@ -244,7 +268,10 @@ def save_drafter(drafter: Head, folder: Path, contract: dict[str, Any]) -> None:
 
 
 def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | None = None) -> tuple[Head, dict[str, Any]]:
-    """(drafter bound to its target, contract). Raises UserError for a folder that is none, is damaged, or belongs to another target."""
+    """(drafter bound to its target, contract). Raises UserError for a folder that is none, is damaged, or belongs to another target.
+
+    A drafter that was trained with an adapter of its target brings that along: it is merged into the target here, unless it was before.
+    """
     folder = Path(folder)
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
@@ -261,12 +288,27 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
         drafter.load_state_dict(tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
-    differs = [f"{part} {ours} is not {theirs}" for part, ours, theirs in differences(contract, target)]
-    if differs:
+    differing = differences(contract, target)
+    brings = "adapter" in contract and [(part, ours) for part, ours, _ in differing] == [("adapter", "none")]
+    if differing and not brings:
+        differs = [f"{part} {ours} is not {theirs}" for part, ours, theirs in differing]
         raise UserError(
             f"drafter {folder}: belongs to another target ({'; '.join(differs)}); wanted the one it was trained for: {contract['target']['name']}"
         )
+    if brings:
+        adapters.merge(target, folder / str(contract["adapter"]), contract["target"]["fingerprint"]["adapter"])
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().bind(target), contract
+
+
+def tunes_target(name: str | Path) -> bool:
+    """Whether a drafter of this name (see `open_drafter`) brings an adapter that changes the target."""
+    kind, _, rest = str(name).partition(":")
+    if kind == "hybrid":
+        return any(map(tunes_target, rest.split("+")))
+    try:
+        return "adapter" in json.loads((Path(name) / "contract.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whatever it is, opening it tells
+        return False
 
 
 def differences(contract: dict[str, Any], target: Target) -> list[tuple[str, str, str]]:

@@ -100,6 +100,18 @@ class Drafter(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter(Section):
+    """A LoRA adapter of the target that is trained together with the drafter (Medusa-2): the target changes. Without a rank it does not."""
+
+    section = "adapter"
+    rank: Size | None = None  # null: the target stays as it is
+    alpha: Positive | None = None  # null: twice the rank
+    modules: Annotated[list[Text], Items(distinct=True)] | None = None  # null: all linear layers but the output layer
+    lr_share: Positive = 0.25  # of train.lr: the drafter learns at 4 times the adapter's rate
+    quantise: Literal["no", "nf4"] = "no"  # the original's weights while training (QLoRA)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source(Section):
     """One of several sources of training data; see `train/sources.py` for what a path may be."""
 
@@ -174,7 +186,10 @@ class Objective(Section):
     topk: Size | None = None  # likeliest tokens of the distillation term: hass
     topk_weight: NonNegative | None = None  # of that term: hass
     anchors: Size | None = None  # blocks a sequence and step: dflash, dspark, p_eagle
-    labels: Literal["soft", "hard"] | None = None  # the target's distributions, or the text's tokens: medusa, hydra, mlp_speculator
+    labels: Literal["soft", "hard"] | None = None  # the target's distributions, or the text's tokens: medusa, medusa2, hydra, mlp_speculator
+    heads_weight: Positive | None = None  # of the heads' loss beside the target's own: medusa2
+    text_weight: NonNegative | None = None  # of the target's own loss on the text: medusa2
+    original_weight: NonNegative | None = None  # of the divergence of the tuned target from the original: medusa2
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -334,6 +349,7 @@ class DrafterRecipe(_Recipe):
     kind: Literal["drafter"] = "drafter"
     target: TargetRef = field(default_factory=TargetRef)
     drafter: Drafter = field(default_factory=Drafter)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     objective: Objective = field(default_factory=Objective)
     train: Train = field(default_factory=Train)

@@ -18,14 +18,16 @@ from .. import UserError
 from ..decode.prompts import render_prompt, set_template
 from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
+from ..eval.drift import measure_drift, original_outputs
 from ..eval.harness import Settings, build_report, choose_threads, evaluate
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
 from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
-from ..heads.registry import METHODS, load_drafter, open_drafter
+from ..heads.registry import METHODS, load_drafter, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
+from . import tuning
 from .data import prepare
 from .language_model import train_language_model
 from .launch import check_launch, run_processes
@@ -91,6 +93,7 @@ def _finished(folder: Path) -> bool:
 def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
     objective = make_objective(recipe)
+    tuning.check(recipe, objective)
     plain_eagle3 = recipe.drafter.method == "eagle3" and not recipe.drafter.norm_features and recipe.drafter.num_layers in (None, 1)
     known = ["vllm"] if plain_eagle3 else []
     unknown = [name for name in recipe.export.formats if name not in known]
@@ -100,12 +103,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
-    ref = recipe.target
-    target = Target.load(
-        ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
-    )
-    if target.tokenizer is not None:
-        set_template(target.tokenizer, ref.template)
+    target = _load_target(recipe, accelerator)
     began = time.monotonic()
     with progress_bar(main_process) as bar:
         task = bar.add_task("target's own responses (this process)", total=None, note="")
@@ -121,7 +119,8 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     generated = time.monotonic() - began
     figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(sample.learned for sample in sequences)}
     if not (folder / "drafter" / "config.json").is_file():
-        figures |= fit(recipe, objective, folder, accelerator, target, sequences)
+        trained_on = target if recipe.adapter.rank is None else tuning.tunable(recipe, target)
+        figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
         if main_process:
             (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     accelerator.wait_for_everyone()
@@ -130,7 +129,19 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         return 0
     if (folder / "training.json").is_file():
         figures = json.loads((folder / "training.json").read_text())
+    if recipe.adapter.rank is not None:  # the one that was trained on is no plain target any more
+        target = _load_target(recipe, accelerator)
     return _finish(_measure(recipe, folder, target, figures), folder)
+
+
+def _load_target(recipe: DrafterRecipe, accelerator: Accelerator) -> Target:
+    ref = recipe.target
+    target = Target.load(
+        ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
+    )
+    if target.tokenizer is not None:
+        set_template(target.tokenizer, ref.template)
+    return target
 
 
 def make_objective(recipe: DrafterRecipe) -> Objective:
@@ -147,7 +158,6 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
 
 def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> Report:
     """The evaluation that follows every training."""
-    drafter, contract = load_drafter(folder / "drafter", target)
     part = recipe.eval
     unsupported = [size for size in part.batch if size != 1]
     if unsupported:
@@ -163,6 +173,9 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         bootstrap=part.bootstrap,
         seed=part.seed,
     )
+    original = original_outputs(target, suite, part.max_new_tokens) if tunes_target(folder / "drafter") else None
+    drafter, contract = load_drafter(folder / "drafter", target)
+    drift = None if original is None else measure_drift(target, original)
     assert target.tokenizer is not None
     prompt = render_prompt(target.tokenizer, suite.prompts[0])
     threads = choose_threads(target, prompt, settings)
@@ -184,7 +197,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         "nodes": recipe.decode.num_nodes,
         "contract": contract,
     }
-    report = build_report(target, description, suite, settings, measured, figures, threads)
+    report = build_report(target, description, suite, settings, measured, figures, threads, drift)
     write_report(report, folder / "eval")
     for name in recipe.export.formats:
         assert isinstance(drafter, Eagle3)  # checked before training

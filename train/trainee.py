@@ -16,8 +16,9 @@ from torch import nn
 from .. import UserError
 from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
+from ..heads.adapter import Joint, TunableTarget
 from ..heads.head import Head
-from ..heads.registry import load_drafter, new_head, save_drafter
+from ..heads.registry import copy_drafter, load_drafter, new_head, save_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences, frequent_tokens
 from .optimizers import Part
@@ -91,6 +92,35 @@ class HeadTrainee(Trainee):
         save_drafter(chosen, folder, notes)
 
 
+class TunedTrainee(HeadTrainee):
+    """A head together with an adapter of its target (Medusa-2)."""
+
+    target: TunableTarget
+
+    def __init__(self, head: Head, target: TunableTarget, lr_share: float) -> None:
+        super().__init__(head, target)
+        self.module, self.lr_share = Joint(head, target.parameters()), lr_share
+
+    @property
+    def target_is_fixed(self) -> bool:
+        return False
+
+    def parts(self) -> list[Part]:
+        """The head's parameters, and the adapter's, which learn more slowly."""
+        named = list(self.module.named_parameters())
+        head, adapter = ([(name, p) for name, p in named if name.startswith("adapter.") == of] for of in (False, True))
+        return [
+            Part(name="drafter", parameters=head),
+            Part(name="adapter", parameters=adapter, lr_scale=self.lr_share, weight_decay=0.0, muon=False),
+        ]
+
+    def publish(self, best: Path, folder: Path) -> None:
+        copy_drafter(best, folder)
+
+
 def make_trainee(recipe: DrafterRecipe, target: Target, sequences: Sequences) -> Trainee:
-    """What the recipe trains, untrained, made from the global random state."""
-    return HeadTrainee.of(recipe, target, sequences)
+    """What the recipe trains, untrained, made from the global random state. target: see `tuning.tunable` for a recipe with an adapter."""
+    if recipe.drafter.init and tunes_target(recipe.drafter.init):
+        raise UserError(f"drafter.init: wanted a drafter that leaves its target as it is, got {recipe.drafter.init}, which brings an adapter")
+    made = HeadTrainee.of(recipe, target, sequences)
+    return TunedTrainee(made.drafter, target, recipe.adapter.lr_share) if isinstance(target, TunableTarget) else made

@@ -9,6 +9,7 @@ from .eagle1 import Eagle1Objective, HassObjective
 from .eagle3 import Eagle3Objective
 from .hydra import HydraObjective
 from .medusa import MedusaObjective
+from .medusa2 import Medusa2Objective
 from .mlp_speculator import MLPSpeculatorObjective
 from .mtp import MtpObjective
 from .p_eagle import PEagleObjective
@@ -24,6 +25,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
         HydraObjective,
         MLPSpeculatorObjective,
         MedusaObjective,
+        Medusa2Objective,
         PEagleObjective,
         MtpObjective,
     )

@@ -45,6 +45,7 @@ class Objective(ABC):
     name: ClassVar[str]
     trains: ClassVar[tuple[type[nn.Module], ...]]  # the heads that it is for, not their subclasses
     reads_hidden: ClassVar[bool] = False  # whether it judges by the target's last hidden states too, and not by its distributions alone
+    tunes_target: ClassVar[bool] = False  # whether it trains an adapter of the target too
 
     @abstractmethod
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:

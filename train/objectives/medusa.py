@@ -42,6 +42,10 @@ class MedusaObjective(Objective):
         assert isinstance(drafter, StepwiseHead)
         step = step or target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         assert step.taps_BNF is not None, "target.set_taps() comes first"
+        return self.of_heads(model, drafter, target, batch, step)
+
+    def of_heads(self, model: nn.Module, drafter: StepwiseHead, target: Target, batch: Batch, step: Step) -> tuple[Tensor, dict[str, float]]:
+        """The loss and the metrics, from features."""
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT)
         back = [1 + k for k in range(drafter.heads)]
         places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
