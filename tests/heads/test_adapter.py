@@ -154,8 +154,8 @@ def test_a_loaded_drafter_brings_its_target_with_the_same_logits(saved: tuple[Pa
     torch.testing.assert_close(loaded.logits(got.hidden_BNH, 4)[real], head.logits(want.hidden_BNH, 4)[real])
     ids = torch.tensor([PROMPTS[0]])
     plain = _with_adapter(trained)
-    hidden = torch.func.functional_call(fresh().model.model, plain, (), {"input_ids": ids, "use_cache": False}).last_hidden_state
-    torch.testing.assert_close(target.model(input_ids=ids, use_cache=False).logits, hidden @ trained.lm_head.weight.t())  # transformers' generate
+    hidden = torch.func.functional_call(fresh().decoder, plain, (), {"input_ids": ids, "use_cache": False}).last_hidden_state
+    torch.testing.assert_close(target.model(input_ids=ids, use_cache=False).logits, trained.logits(hidden))  # transformers' generate
     assert contract["adapter"] == "adapter" and contract["target"]["fingerprint"] == target.fingerprint()
     assert target.fingerprint().keys() == {"config", "weights", "adapter"}
     assert {**fresh().fingerprint(), "adapter": target.fingerprint()["adapter"]} == target.fingerprint()  # both: the original's, and the adapter's
