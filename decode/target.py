@@ -104,7 +104,7 @@ class Target:
         self.device = head.weight.device
         self.dtype = head.weight.dtype
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
-        self._windows = self._attention_windows()
+        self._windows = attention_windows(self.config, f"target {self.name}")
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
@@ -158,20 +158,6 @@ class Target:
             )
         return lists[0]
 
-    def _attention_windows(self) -> dict[str, int | None]:
-        """{mask kind: window in positions, None = full}. One entry: the model takes one mask; more: a dict of masks by kind."""
-        kinds = list(dict.fromkeys(getattr(self.config, "layer_types", None) or []))
-        window = getattr(self.config, "sliding_window", None)
-        unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
-        if unknown or getattr(self.config, "is_encoder_decoder", False):
-            raise UserError(
-                f"target {self.name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; "
-                "wanted attention layers whose cache can be cut back (full or sliding)"
-            )
-        if not kinds:
-            return {"full_attention": window if getattr(self.config, "use_sliding_window", True) else None}
-        return {kind: window if kind == "sliding_attention" else None for kind in kinds}
-
     def _check_logits(self) -> None:
         """Compare `logits` with the model's own on a probe: an architecture that post-processes them in a way unknown here must not pass."""
         ids = torch.arange(1, 5, device=self.device).unsqueeze(0) % self.vocab_size
@@ -210,7 +196,7 @@ class Target:
     # -- forward passes --------------------------------------------------------------------------------------------------------------------
 
     def _forward(self, ids_BN: Tensor, position_BN: Tensor, allowed: dict[str, Tensor], cache: TreeCache | None) -> Step:
-        return self._run(ids_BN, position_BN, {kind: _additive(mask_BNL, self.dtype) for kind, mask_BNL in allowed.items()}, cache)
+        return self._run(ids_BN, position_BN, {kind: additive(mask_BNL, self.dtype) for kind, mask_BNL in allowed.items()}, cache)
 
     def _run(self, ids_BN: Tensor, position_BN: Tensor, masks: dict[str, Tensor], cache: TreeCache | None) -> Step:
         if self.max_positions is not None:
@@ -230,12 +216,7 @@ class Target:
         return Step(out.last_hidden_state, taps_BNF)
 
     def _windowed(self, allowed_BNL: Tensor, query_BN: Tensor, key_BL: Tensor) -> dict[str, Tensor]:
-        """Cut each mask kind's window: a query sees keys less than `window` *positions* back, however they are stored."""
-        masks = {}
-        for kind, window in self._windows.items():
-            near = None if window is None else query_BN.unsqueeze(-1) - key_BL.unsqueeze(1) < window
-            masks[kind] = allowed_BNL if near is None else allowed_BNL & near
-        return masks
+        return windowed(self._windows, allowed_BNL, query_BN, key_BL)
 
     def logits(self, hidden: Tensor, ids_V: Tensor | None = None) -> Tensor:
         """[..., V] logits of last hidden states [..., H], with the family's own scaling (Gemma's soft cap, Granite's and Cohere's factors).
@@ -374,7 +355,35 @@ def tree_mask(tree: DraftTree, length_B: Tensor, slots_BN: Tensor, position_BN: 
     return allowed_BNL, key_BL
 
 
-def _additive(allowed_BNL: Tensor, dtype: torch.dtype) -> Tensor:
+def attention_windows(config: Any, name: str) -> dict[str, int | None]:
+    """{mask kind: window in positions, None = full} of a decoder. One entry: the model takes one mask; more: a dict of masks by kind.
+
+    Raises UserError for layers of other kinds, in the name of the model.
+    """
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+    window = getattr(config, "sliding_window", None)
+    unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+    if unknown or getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; "
+            "wanted attention layers whose cache can be cut back (full or sliding)"
+        )
+    if not kinds:
+        return {"full_attention": window if getattr(config, "use_sliding_window", True) else None}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def windowed(windows: dict[str, int | None], allowed_BNL: Tensor, query_BN: Tensor, key_BL: Tensor) -> dict[str, Tensor]:
+    """Cut each mask kind's window: a query sees keys less than `window` *positions* back, however they are stored."""
+    masks = {}
+    for kind, window in windows.items():
+        near = None if window is None else query_BN.unsqueeze(-1) - key_BL.unsqueeze(1) < window
+        masks[kind] = allowed_BNL if near is None else allowed_BNL & near
+    return masks
+
+
+def additive(allowed_BNL: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, L] what is added to attention scores: 0 where a token may be seen, else the dtype's least number."""
     mask = torch.zeros(allowed_BNL.shape, dtype=dtype, device=allowed_BNL.device)
     return mask.masked_fill_(~allowed_BNL, torch.finfo(dtype).min).unsqueeze(1)
 

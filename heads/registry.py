@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoTokenizer
 
 from .. import UserError
 from ..decode.free.datastore import load_datastore
@@ -32,6 +33,7 @@ from . import adapter as adapters
 from .cascade import Cascade, check_inner
 from .cross_tokenizer import CrossTokenizer
 from .dflash import DFlash, DFlashConfig
+from .draft_model import DraftModel, DraftModelConfig, read_model
 from .dspark import DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
@@ -41,10 +43,12 @@ from .medusa import Medusa, MedusaConfig
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from .mtp import Mtp, MtpConfig
 from .p_eagle import PEagle, PEagleConfig
-from .standalone import Standalone, early_exit
+from .pard import Pard
+from .standalone import Standalone, compare_tokenizers, early_exit
 
 METHODS: dict[str, tuple[type[Head], type[Any]]] = {
     "dflash": (DFlash, DFlashConfig),
+    "draft_model": (DraftModel, DraftModelConfig),
     "dspark": (DSpark, DSparkConfig),
     "eagle1": (Eagle1, Eagle1Config),
     "eagle3": (Eagle3, Eagle3Config),
@@ -141,22 +145,49 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
         return early_exit(target, _layers(rest)), {"layers": _layers(rest)}
     folder = Path(name)
     if (folder / "contract.json").is_file():
-        return load_drafter(folder, target)
+        return _open_trained_draft(folder, target) if _is_model(folder) else load_drafter(folder, target)
     hub_name = not folder.exists() and str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
     if not hub_name and not _is_model(folder):
         raise UserError(
             f"drafter {name}: wanted a drafter's folder ({', '.join(FILES)}), a causal LM's folder or hub name, one of {', '.join(FREE)}, "
             "retrieval:FOLDER, hybrid:A+B, cascade:INNER+DRAFT or early_exit:LAYERS; give a run's drafter/ folder"
         )
-    draft = Target.load(str(name), dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+    if not cross_tokenizer:
+        _check_tokenizer(str(name), target)
+    draft = _load_beside(str(name), target)
     about: dict[str, Any] = {"name": str(name), "fingerprint": draft.fingerprint()}
+    mask = getattr(draft.config, "pard_token", None)
     try:
-        return Standalone(draft).bind(target), {"draft_model": about}
+        return (Standalone(draft) if mask is None else Pard(draft, int(mask))).bind(target), {"draft_model": about}
     except UserError:
         if not cross_tokenizer:
             raise
     crossing = CrossTokenizer(draft, target)
     return crossing, {"draft_model": about | {"shared_tokens": len(crossing.shared)}}
+
+
+def _load_beside(name: str, target: Target) -> Target:
+    """A draft model where the target is, and in its dtype."""
+    return Target.load(name, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+
+
+def _check_tokenizer(name: str, target: Target) -> None:
+    """Raise UserError if a draft model's tokenizer is not the target's, before its weights are read. What cannot be read is left to the loader."""
+    if target.tokenizer is None:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError):
+        return
+    compare_tokenizers(tokenizer, target.tokenizer, name, target.name)
+
+
+def _open_trained_draft(folder: Path, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """A draft model that was trained for this target."""
+    contract = _read_contract(folder, target)
+    draft, about = _load_beside(str(folder), target), contract.get("draft", {})
+    made = Pard(draft, int(about["mask_token_id"]), int(about["block_size"])) if about.get("block_size") else Standalone(draft)
+    return made.bind(target), contract
 
 
 def _layers(text: str) -> list[int]:
@@ -215,24 +246,32 @@ def new_head(method: str, target: Target, settings: dict[str, Any]) -> Head:
     if method not in METHODS:
         raise UserError(f"drafter.method: wanted one of {', '.join(METHODS)}, got {method}")
     made, config = METHODS[method]
-    known = inspect.signature(config.for_target).parameters
+    return made(config.for_target(target, **known_settings(method, settings))).to(target.device).bind(target)
+
+
+def known_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those that are given. Raises UserError for one that the method does not have."""
+    known = inspect.signature(METHODS[method][1].for_target).parameters
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in known:
             raise UserError(f"drafter.{name}: wanted null, as the method {method} has no such setting, got {given[name]}")
-    return made(config.for_target(target, **given)).to(target.device).bind(target)
+    return given
 
 
 def save_drafter(drafter: Head, folder: Path, contract: dict[str, Any]) -> None:
-    """Write the native folder. It appears whole or not at all: a sibling is written, synced and renamed.
+    """Write the native folder; a draft model's is one of transformers. It appears whole or not at all: a sibling is written, synced and renamed.
 
     If an adapter of its target is being trained with it, that lies beside, and the contract names both.
     """
     draft = _partial(folder)
     draft.mkdir(parents=True)
-    config = {"method": drafter.method, **dataclasses.asdict(drafter.sizes)}
-    save_file({k: v.detach().contiguous().cpu() for k, v in drafter.state_dict().items()}, draft / "model.safetensors")
-    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if isinstance(drafter, DraftModel):
+        contract = {**contract, "draft": drafter.write(draft)}
+    else:
+        config = {"method": drafter.method, **dataclasses.asdict(drafter.sizes)}
+        save_file({k: v.detach().contiguous().cpu() for k, v in drafter.state_dict().items()}, draft / "model.safetensors")
+        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if isinstance(drafter.target, adapters.TunableTarget):
         fingerprint = adapters.save(drafter.target, draft / adapters.FOLDER)
         contract = {**contract, "target": {**contract["target"], "fingerprint": fingerprint}, "adapter": adapters.FOLDER}
@@ -273,6 +312,8 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
     A drafter that was trained with an adapter of its target brings that along: it is merged into the target here, unless it was before.
     """
     folder = Path(folder)
+    if (folder / "contract.json").is_file() and _is_model(folder):
+        return _load_draft_model(folder, target, dtype or target.dtype)
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise UserError(f"drafter {folder}: wanted a folder with {', '.join(FILES)}, got none of {', '.join(missing)}; give a run's drafter/ folder")
@@ -288,6 +329,29 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
         drafter.load_state_dict(tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
+    _meet(folder, contract, target)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().bind(target), contract
+
+
+def _load_draft_model(folder: Path, target: Target, dtype: torch.dtype) -> tuple[DraftModel, dict[str, Any]]:
+    contract = _read_contract(folder, target)
+    about, (model, tokenizer) = contract.get("draft", {}), read_model(str(folder), dtype)
+    size, mask = about.get("block_size"), about.get("mask_token_id")
+    return DraftModel.of(model, tokenizer, target, block_size=size, mask_token_id=mask).eval(), contract
+
+
+def _read_contract(folder: Path, target: Target) -> dict[str, Any]:
+    """The contract of a draft model's folder. Raises UserError if it is damaged, or of another target."""
+    try:
+        contract: dict[str, Any] = json.loads((folder / "contract.json").read_text(encoding="utf-8"))
+        _meet(folder, contract, target)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
+    return contract
+
+
+def _meet(folder: Path, contract: dict[str, Any], target: Target) -> None:
+    """Merge the adapter that the drafter brings, if it does. Raises UserError if it belongs to another target."""
     differing = differences(contract, target)
     brings = "adapter" in contract and [(part, ours) for part, ours, _ in differing] == [("adapter", "none")]
     if differing and not brings:
@@ -297,7 +361,6 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
         )
     if brings:
         adapters.merge(target, folder / str(contract["adapter"]), contract["target"]["fingerprint"]["adapter"])
-    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().bind(target), contract
 
 
 def tunes_target(name: str | Path) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .. import UserError
 from ..decode.budget import cache_growth
@@ -87,11 +87,16 @@ def check_tokenizers(draft: Target, target: Target) -> None:
     """Raise UserError unless every token has the same id for both. A longer table of padding rows does not matter."""
     if draft.tokenizer is None or target.tokenizer is None:
         return  # models without one, in which case ids are all there is
-    ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    compare_tokenizers(draft.tokenizer, target.tokenizer, draft.name, target.name)
+
+
+def compare_tokenizers(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase, draft_name: str, target_name: str) -> None:
+    """`check_tokenizers` before any model is loaded."""
+    ours, theirs = draft.get_vocab(), target.get_vocab()
     differing = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
     if differing:
         raise UserError(
-            f"draft model {draft.name}: wanted the tokenizer of target {target.name}, got one in which {len(differing)} tokens differ "
+            f"draft model {draft_name}: wanted the tokenizer of target {target_name}, got one in which {len(differing)} tokens differ "
             f"(such as {min(differing)!r}); choose a model of the target's family, or allow another tokenizer (--cross-tokenizer)"
         )
 
@@ -123,9 +128,7 @@ class StandaloneProposer(Grower):
         """Run the draft over the tokens that are new to it: the prompt's first, and then what follows each accepted token."""
         first, entries = self._fresh, self._entries
         self._observe_length(accepted)
-        ids_BM = torch.cat([accepted.tokens_BM[:, :1], accepted.next_BM], dim=1) if first else accepted.next_BM
-        count_B = accepted.count_B + 1 if first else accepted.count_B
-        ids_BM = ids_BM.clamp(max=self.draft.vocab_size - 1)  # padding rows of the target's table that the draft's lacks
+        ids_BM, count_B = self._new_tokens(accepted, first)
         columns = ids_BM.shape[1]
         slots_BM = self._length_B.unsqueeze(1) + torch.arange(columns, device=ids_BM.device)
         slot_L = torch.arange(entries.longest + columns, device=ids_BM.device)
@@ -133,6 +136,12 @@ class StandaloneProposer(Grower):
         start = entries.longest if entries.exact else None
         hidden_BMH = self.draft.extend(ids_BM, slots_BM, slots_BM, allowed_BML, slot_L.expand(ids_BM.shape[0], -1), start).hidden_BNH
         self._remember(hidden_BMH, count_B)
+
+    def _new_tokens(self, accepted: Accepted, first: bool) -> tuple[Tensor, Tensor]:
+        """(tokens that are new to the draft [B, M], each row's real count)."""
+        ids_BM = torch.cat([accepted.tokens_BM[:, :1], accepted.next_BM], dim=1) if first else accepted.next_BM
+        count_B = accepted.count_B + 1 if first else accepted.count_B
+        return ids_BM.clamp(max=self.draft.vocab_size - 1), count_B  # padding rows of the target's table that the draft's lacks
 
     def _advance(
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None

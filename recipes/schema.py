@@ -74,10 +74,11 @@ class Drafter(Section):
 
     section = "drafter"
     method: Text = "eagle3"
-    init: Text | None = None  # folder of a drafter to continue from
+    init: Text | None = None  # folder of a drafter to continue from; draft_model: or a causal LM's folder or hub name, or "target", which is cut down
     taps: Annotated[list[Count], Items(distinct=True)] | None = None  # k indexes Hugging Face's hidden_states: 0 embeddings, k after layer k
     draft_vocab_size: Size | None = None  # null: the whole vocabulary
     num_layers: Size | None = None  # decoder layers
+    hidden_size: Size | None = None  # draft_model
     norm_features: bool | None = None  # EAGLE-3.1: norms on the tapped features, and on what the next step is fed
     intermediate_size: Size | None = None
     num_heads: Size | None = None
@@ -88,6 +89,10 @@ class Drafter(Section):
     heads: Size | None = None  # tokens that can be drafted, each by layers of its own: medusa, hydra, mlp_speculator
     prefix_attention: bool | None = None  # Hydra++: a decoder layer before the heads
     tie_weights: bool | None = None  # mlp_speculator: one set of layers for all steps
+    prune_by: Literal["influence", "loss"] | None = None  # how the layers are chosen that a cut-down draft_model keeps; null: influence
+    calibration_prompts: Size | None = None  # sequences that show what it can do without; null: 16
+    lora_rank: Size | None = None  # draft_model: train adapters, which are merged when it is saved; null: its weights
+    lora_alpha: Size | None = None  # their scale is alpha / rank; null: alpha is twice the rank
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -186,10 +191,18 @@ class Objective(Section):
     topk: Size | None = None  # likeliest tokens of the distillation term: hass
     topk_weight: NonNegative | None = None  # of that term: hass
     anchors: Size | None = None  # blocks a sequence and step: dflash, dspark, p_eagle
-    labels: Literal["soft", "hard"] | None = None  # the target's distributions, or the text's tokens: medusa, medusa2, hydra, mlp_speculator
+    labels: Literal["soft", "hard"] | None = (
+        None  # the target's distributions, or the text's tokens: medusa, medusa2, hydra, mlp_speculator, draft models
+    )
     heads_weight: Positive | None = None  # of the heads' loss beside the target's own: medusa2
     text_weight: NonNegative | None = None  # of the target's own loss on the text: medusa2
     original_weight: NonNegative | None = None  # of the divergence of the tuned target from the original: medusa2
+    beta: Annotated[float, Bound(">", 0), Bound("<", 1)] | None = None  # weight of the target in the loss jsd: draft models, and below
+    loss_decay: NonNegative | None = None  # of the loss lk_lambda
+    ce_weight: NonNegative | None = None  # of the loss mixed
+    tv_weight: NonNegative | None = None  # of the loss mixed
+    keep_ratio: Annotated[float, Bound(">", 0), Bound("<=", 1)] | None = None  # pard: places that each further mask keeps of those before
+    keep_min: Share | None = None  # pard: but at least this share of all
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -212,6 +225,9 @@ class Train(Section):
     warmup_ratio: Share = 0.05
     lr_schedule: Literal["cosine", "constant", "linear"] = "cosine"
     clip_norm: Positive = 0.5
+    on_policy: Share = 0.0  # share of the steps whose responses the draft itself has written: draft models
+    on_policy_refresh: Size = 50  # steps for which it writes at a time
+    on_policy_temperature: NonNegative = 1.0
     keep_features_gib: NonNegative = 0.0  # memory per process for the target's features of sequences seen, which later epochs use again
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: Seed = 0

@@ -17,7 +17,7 @@ class Features:
 
     def __init__(self, target: Target, limit: int = 0) -> None:
         self.target, self.limit, self.bytes = target, limit, 0
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, list[Tensor]] = {}  # last hidden states, and taps if there are any
         self._taps: tuple[int, ...] | None = None
 
     def of(self, batch: Batch) -> Step:
@@ -25,14 +25,14 @@ class Features:
         if self.limit and batch.sequence_B is not None and all(i in self._kept for i in batch.sequence_B):
             assert self.target.taps == self._taps, "the taps changed"
             rows = [self._kept[i] for i in batch.sequence_B]
-            hidden, taps = (torch.nn.utils.rnn.pad_sequence([row[part] for row in rows], batch_first=True) for part in (0, 1))
-            return Step(hidden, taps)
+            hidden, *taps = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
+            return Step(hidden, taps[0] if taps else None)
         step = self.target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
-        if self.limit and batch.sequence_B is not None and step.taps_BNF is not None:
+        if self.limit and batch.sequence_B is not None:
             self._taps = self.target.taps
             for row, index in enumerate(batch.sequence_B):
                 length = int((batch.document_BT[row] >= 0).sum())
-                parts = step.hidden_BNH[row, :length].clone(), step.taps_BNF[row, :length].clone()
+                parts = [part[row, :length].clone() for part in (step.hidden_BNH, step.taps_BNF) if part is not None]
                 size = sum(part.numel() * part.element_size() for part in parts)
                 if index not in self._kept and self.bytes + size <= self.limit:
                     self._kept[index] = parts

@@ -45,7 +45,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     drafter, micro_batches = trainee.drafter, len(share.micro_batches)
     if train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
-    stream = make_stream(recipe, sequences, share)
+    stream = trainee.stream(make_stream(recipe, sequences, share), recipe, sequences, share)
     features = Features(target, int(train.keep_features_gib * 2**30))
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {

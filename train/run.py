@@ -25,7 +25,7 @@ from ..eval.schema import Report
 from ..eval.suites import load_suite
 from ..heads.eagle3 import Eagle3
 from ..heads.export import vllm
-from ..heads.registry import METHODS, load_drafter, open_drafter, tunes_target
+from ..heads.registry import METHODS, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
 from .data import prepare
@@ -34,6 +34,7 @@ from .launch import check_launch, run_processes
 from .loop import fit, progress_bar
 from .objectives import OBJECTIVES
 from .objectives.common import Objective
+from .starts import check_draft
 
 console = Console()
 
@@ -94,6 +95,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
     objective = make_objective(recipe)
     tuning.check(recipe, objective)
+    check_draft(recipe)
     plain_eagle3 = recipe.drafter.method == "eagle3" and not recipe.drafter.norm_features and recipe.drafter.num_layers in (None, 1)
     known = ["vllm"] if plain_eagle3 else []
     unknown = [name for name in recipe.export.formats if name not in known]
@@ -174,7 +176,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
         seed=part.seed,
     )
     original = original_outputs(target, suite, part.max_new_tokens) if tunes_target(folder / "drafter") else None
-    drafter, contract = load_drafter(folder / "drafter", target)
+    drafter, contract = open_drafter(folder / "drafter", target)
     drift = None if original is None else measure_drift(target, original)
     assert target.tokenizer is not None
     prompt = render_prompt(target.tokenizer, suite.prompts[0])

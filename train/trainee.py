@@ -22,6 +22,7 @@ from ..heads.registry import copy_drafter, load_drafter, new_head, save_drafter,
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences, frequent_tokens
 from .optimizers import Part
+from .stream import Share, Stream
 
 
 class Trainee(ABC):
@@ -50,6 +51,12 @@ class Trainee(ABC):
     def parts(self) -> list[Part]:
         """All trained parameters."""
         return [Part(name="drafter", parameters=[(name, p) for name, p in self.module.named_parameters() if p.requires_grad])]
+
+    def stream(self, base: Stream, recipe: DrafterRecipe, sequences: Sequences, share: Share) -> Stream:
+        """What it reads, from what was made of the data. Raises UserError if the recipe wants text of it, and it writes none."""
+        if recipe.train.on_policy:
+            raise UserError(f"train.on_policy: wanted 0 for the method {recipe.drafter.method}, which writes no text, got {recipe.train.on_policy}")
+        return base
 
     def mode(self, training: bool) -> None:
         """Training, or measuring."""
@@ -120,7 +127,11 @@ class TunedTrainee(HeadTrainee):
 
 def make_trainee(recipe: DrafterRecipe, target: Target, sequences: Sequences) -> Trainee:
     """What the recipe trains, untrained, made from the global random state. target: see `tuning.tunable` for a recipe with an adapter."""
+    from .starts import DraftTrainee  # it is a subclass of what is defined here
+
     if recipe.drafter.init and tunes_target(recipe.drafter.init):
         raise UserError(f"drafter.init: wanted a drafter that leaves its target as it is, got {recipe.drafter.init}, which brings an adapter")
+    if recipe.drafter.method == DraftTrainee.method:
+        return DraftTrainee.of(recipe, target, sequences)
     made = HeadTrainee.of(recipe, target, sequences)
     return TunedTrainee(made.drafter, target, recipe.adapter.lr_share) if isinstance(target, TunableTarget) else made

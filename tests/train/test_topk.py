@@ -13,7 +13,7 @@ from draftsmith.train.objectives.common import Places
 
 from ..heads.tiny import VOCAB, ragged, tiny_target
 
-METHOD = {"hass": "eagle1"}  # where it is not the objective's name
+METHOD = {"hass": "eagle1", "pard": "draft_model"}  # where it is not the objective's name
 
 
 def step_of(target: Target, taps: tuple[int, ...]) -> Step:
@@ -27,8 +27,10 @@ def test_all_tokens_saved_is_the_same_as_logits(name: str) -> None:
     """Loss and gradients; the last hidden state is left out where the objective does not read it."""
     target, batch = tiny_target(), ragged()
     settings = {"draft_vocab_size": VOCAB} | ({"mask_token_id": 0} if name in ("dflash", "dspark") else {})
+    settings = {"draft_model": {"num_layers": 1}, "pard": {"num_layers": 1, "block_size": 3}}.get(name, settings)
     drafter = new_head(METHOD.get(name, name), target, settings)
-    drafter.set_draft_vocabulary(torch.arange(7, 7 + VOCAB), target)
+    if "draft_vocab_size" in settings:
+        drafter.set_draft_vocabulary(torch.arange(7, 7 + VOCAB), target)
     with torch.no_grad():  # some heads start with layers of zeros, which have no gradients behind them
         for parameter in drafter.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
