@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,32 +122,8 @@ class Target:
         cls, path: str, *, dtype: str = "auto", device: str = "auto", attn_implementation: str | None = None, revision: str | None = None
     ) -> Target:
         """Load a folder or a hub name. dtype auto: float32 on CPU, bfloat16 on CUDA. Raises UserError if it cannot be a target."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"target.device: wanted {device}, got a machine without CUDA; use device=cpu")
-        dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
-        if dtype not in _DTYPES:
-            raise UserError(f"target.dtype: wanted one of {', '.join(_DTYPES)} or auto, got {dtype}")
-        folder = Path(path)
-        if folder.exists() and not (folder / "config.json").is_file():
-            raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
-        if folder.is_dir() and not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        ):
-            raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
-        try:
-            config = AutoConfig.from_pretrained(path, revision=revision)
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=_DTYPES[dtype],
-                revision=revision,
-                **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-            )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:  # missing folder, damaged file, unknown architecture
-            raise UserError(f"target {path}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a model folder or a hub name") from error
-        return cls(model.to(device), tokenizer, path)
+        model, tokenizer, _ = read_model(path, dtype=dtype, device=device, attn_implementation=attn_implementation, revision=revision)
+        return cls(model, tokenizer, path)
 
     def _find_layers(self) -> nn.ModuleList:
         wanted = int(self.config.num_hidden_layers)
@@ -336,12 +312,55 @@ class Target:
             flat = parameter.detach().flatten()
             sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).view(torch.int16).cpu()
             weights.update(name.encode() + sample.numpy().tobytes())
-        config = {k: v for k, v in self.config.to_diff_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
-        prints = {"config": _digest(json.dumps(config, sort_keys=True, default=str)), "weights": weights.hexdigest()[:16]}
-        if self.tokenizer is not None:
-            vocab = json.dumps(sorted(self.tokenizer.get_vocab().items())) + str(self.tokenizer.chat_template)
-            prints["tokenizer"] = _digest(vocab)
-        return prints
+        return {"weights": weights.hexdigest()[:16], **surroundings(self.config, self.tokenizer)}
+
+
+def surroundings(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+    """What a fingerprint says of all but the weights."""
+    kept = {k: v for k, v in config.to_diff_dict().items() if k not in _VOLATILE_CONFIG_KEYS}
+    prints = {"config": _digest(json.dumps(kept, sort_keys=True, default=str))}
+    if tokenizer is not None:
+        vocab = json.dumps(sorted(tokenizer.get_vocab().items())) + str(tokenizer.chat_template)
+        prints["tokenizer"] = _digest(vocab)
+    return prints
+
+
+def read_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    asked: Callable[[Any], Any] = lambda config: config,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Any]:
+    """(model, tokenizer, configuration) of a folder or a hub name; see `Target.load`. asked: the configuration that the model is to have instead."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"target.device: wanted {device}, got a machine without CUDA; use device=cpu")
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    if dtype not in _DTYPES:
+        raise UserError(f"target.dtype: wanted one of {', '.join(_DTYPES)} or auto, got {dtype}")
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
+    if folder.is_dir() and not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=asked(config),
+            dtype=_DTYPES[dtype],
+            revision=revision,
+            **({"attn_implementation": attn_implementation} if attn_implementation else {}),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # missing folder, damaged file, unknown architecture
+        raise UserError(f"target {path}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a model folder or a hub name") from error
+    return model.to(device), tokenizer, config
 
 
 def tree_mask(tree: DraftTree, length_B: Tensor, slots_BN: Tensor, position_BN: Tensor, visible: int) -> tuple[Tensor, Tensor]:
