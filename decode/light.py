@@ -58,7 +58,7 @@ class LightTarget(Target):
         raise AssertionError("a target without layers computes no features")
 
     def recognise(self, prints: dict[str, str], checkpoint: str) -> list[str]:
-        """How it differs from the target of this fingerprint and checkpoint print: ["config a, not b", ..]. If in nothing, it takes the fingerprint."""
+        """How it differs from the target of this fingerprint and checkpoint print: ["config a, not b", ..]. If it does not, it takes them."""
         ours = surroundings(self.config, self.tokenizer) | {"checkpoint": checkpoint_print(self)}
         theirs = {name: value for name, value in prints.items() if name != "weights"} | {"checkpoint": checkpoint}
         names = sorted({*ours, *theirs})
