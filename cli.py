@@ -215,6 +215,24 @@ def datastore(
     console.print(f"{store.documents} documents, {tokens} tokens: use it with draftsmith eval retrieval:{out}", soft_wrap=True, highlight=False)
 
 
+@data_app.command()
+def features(
+    recipe: str,
+    overrides: Overrides = None,
+    verify: Annotated[bool, typer.Option("--verify", help="only compare every byte with what was written; exits with 1 if any differs")] = False,
+) -> None:
+    """Write the target's features of a recipe's data to files, from which features.source=store trains without the target's layers.
+
+    What was interrupted goes on; the files are in features.folder.
+    """
+    from .train.storing import check_drafter, make_store, verify_store
+
+    loaded = check_drafter(load_recipe(recipe, overrides or []))
+    if verify:
+        raise typer.Exit(0 if verify_store(loaded, console) else 1)
+    make_store(loaded, console)
+
+
 @recipes_app.command("list")
 def list_command() -> None:
     """Names, kinds, methods."""

@@ -29,13 +29,12 @@ _SAMPLES = 64  # of each tensor of a checkpoint, 8 bytes each
 
 
 class LightTarget(Target):
-    """Embeddings, logits and sizes of a target. It computes no features. `fingerprint` is what `recognise` was given."""
+    """Embeddings, logits and sizes of a target. It computes no features. Its fingerprint is what `recognise` was given."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, config: Any) -> None:
         super().__init__(model, tokenizer, name)
         self.config = config.get_text_config(decoder=True)
         self.num_layers = int(self.config.num_hidden_layers)
-        self._prints: dict[str, str] | None = None
 
     @classmethod
     def load(
@@ -52,8 +51,7 @@ class LightTarget(Target):
         """Nothing is captured."""
         self.taps = tuple(taps)
 
-    @torch.no_grad()
-    def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor) -> Step:
+    def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, *, gradient: bool = False) -> Step:
         """None: it has no layers."""
         raise AssertionError("a target without layers computes no features")
 
@@ -64,13 +62,8 @@ class LightTarget(Target):
         names = sorted({*ours, *theirs})
         differing = [f"{n} {ours.get(n, 'none')}, not {theirs.get(n, 'none')}" for n in names if ours.get(n) != theirs.get(n)]
         if not differing:
-            self._prints = dict(prints)
+            self.identity = dict(prints)
         return differing
-
-    def fingerprint(self) -> dict[str, str]:
-        """That of the whole target."""
-        assert self._prints is not None, "recognise() comes first"
-        return dict(self._prints)
 
 
 def _without_layers(config: Any) -> Any:

@@ -175,6 +175,22 @@ class Data(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Features(Section):
+    """Where training gets the target's features from, and what a store of them holds."""
+
+    section = "features"
+    source: Literal["online", "ring", "store"] = "online"  # online: the target in the loop; ring, store: see train/ring.py, train/store.py
+    folder: Text | None = None  # of the store, or of a ring on disk; null: features/ in the run's folder
+    dtype: Literal["target", "float32", "bfloat16", "float16", "float8"] = "target"  # of what is kept; float8: e4m3, a scale a token and layer
+    logits: Literal["hidden", "topk"] = "hidden"  # hidden: formed anew from the last hidden states; topk: the likeliest tokens' are kept
+    topk: Size = 64
+    shard_mib: Positive = 256.0
+    ring_gib: Positive = 8.0  # the most that a ring holds
+    ring_on: Literal["memory", "disk"] = "memory"
+    measure: Literal["target", "loss"] = "target"  # of a training from a store; target: is loaded to measure; loss: chooses checkpoints instead
+
+
+@dataclass(frozen=True, kw_only=True)
 class Objective(Section):
     """The training objective; null is its own default."""
 
@@ -367,11 +383,22 @@ class DrafterRecipe(_Recipe):
     drafter: Drafter = field(default_factory=Drafter)
     adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
+    features: Features = field(default_factory=Features)
     objective: Objective = field(default_factory=Objective)
     train: Train = field(default_factory=Train)
     decode: Decode = field(default_factory=Decode)
     eval: Eval = field(default_factory=Eval)
     export: Export = field(default_factory=Export)
+
+    @property
+    def features_folder(self) -> Path:
+        """Where the store or the ring is, with null resolved."""
+        return self.run_folder / "features" if self.features.folder is None else Path(self.features.folder)
+
+    @property
+    def data_folder(self) -> Path:
+        """Where the target's responses are kept: beside the features that were made of them, so that a store is all that a training needs."""
+        return self.features_folder if self.features.source == "store" else self.run_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,28 @@
-"""Features of the frozen target for training: computed when needed, and kept in memory if there is room."""
+"""Features of the frozen target for training: computed when needed and kept in memory if there is room, or read from where they were saved."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .. import UserError
+from ..decode.light import LightTarget
+from ..decode.prompts import set_template
 from ..decode.target import Step, Target
-from .objectives.common import Batch
+from ..recipes.schema import DrafterRecipe
+from .data import Sequences
+from .objectives.common import Batch, Objective
+from .store import Saved, Store, StoredFeatures, recognise
+
+
+class FeatureSource(Protocol):
+    """Where the training loop gets a batch's features from."""
+
+    def of(self, batch: Batch) -> Step:
+        """The target's features of the batch, taps as the target has them set; what stands at padded places means nothing."""
 
 
 class Features:
@@ -38,3 +54,64 @@ class Features:
                     self._kept[index] = parts
                     self.bytes += size
         return step
+
+
+def load_target(recipe: DrafterRecipe, device: str) -> Target:
+    """The target as training needs it: without its layers, if its features come from a store."""
+    if recipe.features.source != "online" and recipe.adapter.rank is not None:
+        raise UserError(f"features.source: wanted online, as the target changes with its adapter (adapter.rank), got {recipe.features.source}")
+    if recipe.features.source == "ring":
+        raise UserError("features.source: wanted online or store, got ring, which is not supported yet")
+    if recipe.features.source != "store":
+        return load_whole(recipe, device)
+    store = Store(recipe.features_folder)  # refused before anything is loaded
+    ref = recipe.target
+    light = LightTarget.load(ref.location, dtype=ref.dtype, device=device, attn_implementation=ref.attn_implementation, revision=ref.revision)
+    recognise(store, light)
+    return _with_template(light, recipe)
+
+
+def load_whole(recipe: DrafterRecipe, device: str) -> Target:
+    """The target with all its layers."""
+    ref = recipe.target
+    target = Target.load(ref.location, dtype=ref.dtype, device=device, attn_implementation=ref.attn_implementation, revision=ref.revision)
+    return _with_template(target, recipe)
+
+
+def _with_template(target: Target, recipe: DrafterRecipe) -> Target:
+    if target.tokenizer is not None:
+        set_template(target.tokenizer, recipe.target.template)
+    return target
+
+
+def make_features(recipe: DrafterRecipe, objective: Objective, target: Target, taps: Sequence[int], sequences: Sequences) -> FeatureSource:
+    """What the recipe asks for. Raises UserError for a store that does not fit."""
+    part = recipe.features
+    if part.source == "store":
+        layers = layers_read(recipe, objective, taps, target.num_layers)
+        return StoredFeatures(
+            Store(recipe.features_folder), target, layers, [sample.ids for sample in sequences], data_settings(recipe), logits=part.logits
+        )
+    return Features(target, int(recipe.train.keep_features_gib * 2**30))
+
+
+def layers_read(recipe: DrafterRecipe, objective: Objective, taps: Sequence[int], num_layers: int) -> list[int]:
+    """The layers whose hidden states training reads: the drafter's taps, and the last ones unless logits are kept and nothing else asks for them."""
+    last = recipe.features.logits == "hidden" or objective.reads_hidden
+    return sorted({*taps, num_layers + 1} if last else {*taps})
+
+
+def saved_form(recipe: DrafterRecipe, objective: Objective, target: Target, taps: Sequence[int]) -> Saved:
+    """What a store of the recipe holds of a token."""
+    part = recipe.features
+    return Saved(
+        layers=tuple(layers_read(recipe, objective, taps, target.num_layers)),
+        dtype=str(target.dtype).removeprefix("torch.") if part.dtype == "target" else part.dtype,
+        hidden_size=target.hidden_size,
+        topk=min(part.topk, target.vocab_size) if part.logits == "topk" else None,
+    )
+
+
+def data_settings(recipe: DrafterRecipe) -> dict[str, Any]:
+    """The settings that the sequences come from."""
+    return {name: value for name, value in vars(recipe.data).items() if name != "train_on"}

@@ -24,7 +24,8 @@ from ..eval.suites import load_suite
 from ..heads.head import Head
 from ..recipes.schema import DrafterRecipe, to_yaml
 from .data import Sequences
-from .features import Features
+from .features import make_features
+from .judging import measures, whole
 from .language_model import schedule
 from .objectives.common import Objective
 from .optimizers import make_optimizers
@@ -46,7 +47,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     if train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
     stream = trainee.stream(make_stream(recipe, sequences, share), recipe, sequences, share)
-    features = Features(target, int(train.keep_features_gib * 2**30))
+    features = make_features(recipe, objective, target, trainee.taps, sequences)
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
@@ -54,7 +55,9 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
         "recipe": recipe.name,
         "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
     }
-    best, began, tokens = {"tau": 0.0, "step": 0}, time.monotonic(), 0
+    # Without measured decoding: the mean loss since the last time stands in for tau, negative, as the largest is the best.
+    judge, best, since = "measured_tau" if measures(recipe) else "mean_loss", {"score": -math.inf, "step": 0}, list[float]()
+    began, tokens = time.monotonic(), 0
     metrics_file = (folder / "metrics.jsonl").open("w", encoding="utf-8") if main_process else None
     with progress_bar(main_process) as bar:
         task = bar.add_task("training", total=train.steps, note="")
@@ -65,13 +68,18 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
             if main_process and ((step and step % recipe.eval.every == 0) or last_step or late):
                 with torch.random.fork_rng():  # measuring never changes the training curve
                     trainee.mode(training=False)
-                    tau = measured_tau(recipe, target, drafter)
+                    if judge == "measured_tau":
+                        with whole(recipe, target, drafter) as decoder:
+                            score = measured_tau(recipe, decoder, drafter)
+                    else:
+                        score, since = -sum(since) / max(len(since), 1), []
                     trainee.mode(training=True)
                     target.set_taps(trainee.taps)
-                _log(metrics_file, accelerator, {"step": step, "measured_tau": tau})
-                if tau > best["tau"]:
-                    best = {"tau": tau, "step": step}
-                    trainee.save(folder / "checkpoints" / "best", contract | {"step": step, "measured_tau": tau})
+                judged = {judge: abs(score)}
+                _log(metrics_file, accelerator, {"step": step, **judged})
+                if score > best["score"]:
+                    best = {"score": score, "step": step}
+                    trainee.save(folder / "checkpoints" / "best", contract | {"step": step, **judged})
             if last_step or late:
                 break
             target.set_taps(trainee.taps)
@@ -93,14 +101,16 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             speed = tokens / (time.monotonic() - began)
-            bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s  tau {best['tau']:.2f}")
+            since.append(total)
+            tau = f"  tau {best['score']:.2f}" if judge == "measured_tau" and best["step"] else ""
+            bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s{tau}")
             if main_process and step % train.log_every == 0:
                 _log(metrics_file, accelerator, {"step": step, "loss": total, "gradient_norm": norm, "tokens_per_s": speed, **entry})
     if main_process:
         assert metrics_file is not None
         metrics_file.close()
         (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, **contract}, indent=2) + "\n")
-        if best["tau"] == 0.0:
+        if best["score"] == (0.0 if judge == "measured_tau" else -math.inf):
             raise FloatingPointError("no checkpoint was measured")
         trainee.publish(folder / "checkpoints" / "best", folder / "drafter")
     return {
@@ -108,7 +118,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
         "train_seconds": time.monotonic() - began,
         "train_tokens": tokens,
         "best_step": best["step"],
-        "best_dev_tau": best["tau"],
+        "best_dev_tau" if judge == "measured_tau" else "best_mean_loss": abs(best["score"]),
     }
 
 

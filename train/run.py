@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from .. import UserError
-from ..decode.prompts import render_prompt, set_template
+from ..decode.light import LightTarget
+from ..decode.prompts import render_prompt
 from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
 from ..eval.drift import measure_drift, original_outputs
@@ -29,6 +30,8 @@ from ..heads.registry import METHODS, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
 from .data import prepare
+from .features import load_target, load_whole
+from .judging import NOT_MEASURED, measures
 from .language_model import train_language_model
 from .launch import check_launch, run_processes
 from .loop import fit, progress_bar
@@ -105,14 +108,14 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
-    target = _load_target(recipe, accelerator)
+    target = load_target(recipe, str(accelerator.device))
     began = time.monotonic()
     with progress_bar(main_process) as bar:
         task = bar.add_task("target's own responses (this process)", total=None, note="")
         sequences = prepare(
             target,
             recipe,
-            folder,
+            recipe.data_folder,
             lambda done, every, tokens: bar.update(task, completed=done, total=every, note=f"{tokens / (time.monotonic() - began):.0f} tokens/s"),
             accelerator.process_index,
             accelerator.num_processes,
@@ -131,19 +134,12 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         return 0
     if (folder / "training.json").is_file():
         figures = json.loads((folder / "training.json").read_text())
-    if recipe.adapter.rank is not None:  # the one that was trained on is no plain target any more
-        target = _load_target(recipe, accelerator)
+    if not measures(recipe):
+        console.print(f"drafter: {(folder / 'drafter').resolve()}; {NOT_MEASURED}", soft_wrap=True, highlight=False)
+        return 0
+    if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
+        target = load_whole(recipe, str(accelerator.device))
     return _finish(_measure(recipe, folder, target, figures), folder)
-
-
-def _load_target(recipe: DrafterRecipe, accelerator: Accelerator) -> Target:
-    ref = recipe.target
-    target = Target.load(
-        ref.location, dtype=ref.dtype, device=str(accelerator.device), attn_implementation=ref.attn_implementation, revision=ref.revision
-    )
-    if target.tokenizer is not None:
-        set_template(target.tokenizer, ref.template)
-    return target
 
 
 def make_objective(recipe: DrafterRecipe) -> Objective:

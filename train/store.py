@@ -34,11 +34,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .. import UserError
 from ..decode.light import LightTarget, checkpoint_print
+from ..decode.prompts import template_variables
 from ..decode.target import Step, Target, TopK
 from ..heads.blocks import Documents
 from .objectives.common import Batch
@@ -105,7 +106,8 @@ def digest_of(ids: Sequence[int]) -> str:
 def describe(target: Target, sequences: Sequence[Sequence[int]], settings: dict[str, Any]) -> dict[str, Any]:
     """What features depend on. settings: those that the sequences come from, to say which of them differ."""
     names = list(dict.fromkeys(map(digest_of, sequences)))
-    template = getattr(target.tokenizer, "chat_template", None)
+    tokenizer = target.tokenizer
+    template = "none" if tokenizer is None else f"{tokenizer.chat_template} {json.dumps(template_variables(tokenizer), sort_keys=True)}"
     return {
         "target": {
             "name": target.name,
@@ -113,7 +115,7 @@ def describe(target: Target, sequences: Sequence[Sequence[int]], settings: dict[
             "checkpoint": checkpoint_print(target),
             "fingerprint": target.fingerprint(),
         },
-        "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
+        "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         "data": {
             "sequences": len(names),
             "tokens": sum(map(len, sequences)),
@@ -264,7 +266,7 @@ def _computed(target: Target, rows: list[list[int]], saved: Saved) -> list[dict[
     ids_BT, document_BT = ids_BT.to(target.device), document_BT.to(target.device)
     step = target.features(ids_BT, torch.arange(longest, device=target.device).expand_as(ids_BT), document_BT)
     taps_BTF = step.hidden_BNH[..., :0] if step.taps_BNF is None else step.taps_BNF
-    layers_BTLH = taps_BTF.unflatten(-1, (len(saved.layers), saved.hidden_size))
+    layers_BTLH = taps_BTF.view(*ids_BT.shape, len(saved.layers), saved.hidden_size)
     parts = []
     for row, ids in enumerate(rows):
         hidden_TH = step.hidden_BNH[row, : len(ids)]
@@ -390,13 +392,9 @@ class Store:
     def add(self, shard: int, parts: list[dict[str, Tensor]], numbers: Sequence[int]) -> None:
         """Write a shard of whole sequences, then its line of the index."""
         path = self.path(shard)
-        draft = path.with_name(path.name + ".partial")
-        save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, draft)
-        with draft.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        size, hashed = draft.stat().st_size, _sha256(draft)
-        draft.rename(path)
-        _sync_folder(self.folder)
+        content = save({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        size, hashed = len(content), hashlib.sha256(content).hexdigest()
+        _write_whole(path, content)
         named = [(digest_of(part["ids"].tolist()), number, len(part["ids"]), _checksum(part)) for part, number in zip(parts, numbers, strict=True)]
         entry = {"number": shard, "bytes": size, "sha256": hashed, "sequences": named}
         if shard in self._shards and json.loads(json.dumps(entry)) == self._shards[shard]:
