@@ -135,13 +135,16 @@ def load_in_four_bits(path: str, *, dtype: torch.dtype, device: str, revision: s
     Raises UserError without bitsandbytes.
     """
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes
     except ImportError as error:
         raise UserError("adapter.quantise: wanted bitsandbytes, which this installation lacks; pip install 'draftsmith[qlora]'") from error
     from transformers import BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype, quantization_config=settings, device_map={"": device})
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # weights packed for that are for inference: the product has no gradient
     quantised = Target(model, like.tokenizer, like.name)
     quantised.identity = like.fingerprint()
     return quantised
