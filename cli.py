@@ -63,7 +63,9 @@ def eval_command(
     depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
     topk: int = 4,
     nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
-    length: Annotated[str | None, typer.Option(help="additive, acceptance, confidence or entropy: decides a chain's depth round by round")] = None,
+    length: Annotated[
+        str | None, typer.Option(help="additive, acceptance, confidence, entropy or expected: decides a chain's depth round by round")
+    ] = None,
     timed_prompts: Annotated[
         int | None, typer.Option(help="time so many prompts, and put the others through the gate in batches; all if not given")
     ] = None,

@@ -154,6 +154,30 @@ class Entropy(Confidence):
         return 1 - math.sqrt(self._factor * entropy) >= self._threshold
 
 
+class Expected:
+    """How much of a drafted chain to verify: as much as raises the expected tokens a millisecond, by each token's chance and measured latencies.
+
+    A chain whose first d tokens are accepted with probabilities P_1 >= P_2 ... gives 1 + P_1 + ... + P_d tokens. One more is verified as long as that
+    pays. Whether it is depends on its own chance and those before, so that nothing is dropped for what comes after it. For drafters that tell
+    chances which come true: DSpark's, calibrated (2607.05147).
+    """
+
+    def __init__(self, latencies: Latencies) -> None:
+        self._latencies = latencies
+
+    def choose(self, paths: Sequence[Sequence[float]]) -> int:
+        """Tokens to verify, at least 1. paths: P_1, P_2 ... of each row, equally many."""
+        levels = len(paths[0])
+        gains = [sum(row[level] for row in paths) for level in range(levels)]
+        tokens, length = len(paths) + gains[0], 1
+        while length < levels:
+            more = tokens + gains[length]
+            if more / self._latencies.round(levels, length + 2) <= tokens / self._latencies.round(levels, length + 1):
+                break
+            tokens, length = more, length + 1
+        return length
+
+
 class CostAware:
     """How large a dynamic tree pays: levels and nodes are added as long as they gain more tokens than their measured latency costs (2606.01813).
 

@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from .. import UserError
 from ..decode.engine import Engine
 from ..decode.growth import Grower
-from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Latencies
+from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Expected, Latencies
 from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
+from ..heads.dspark import DSparkProposer
 from ..heads.registry import Drafter
 from ..recipes.schema import Decode
 from .latency import BUCKETS, verify_latencies
+
+LEAST_CONFIDENCE = 0.3  # of a chain to its end, below which DSpark's ends; that of `Confidence`
 
 
 def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int]) -> Proposer:
@@ -29,7 +32,13 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     name = "decode.tree: wanted chain or dynamic" if decode.tree == "cost_aware" else "decode.length: wanted null"
     if not isinstance(proposer, Grower):
         raise UserError(f"{name}, as {drafter.method} does not draft level by level, got {decode.length or decode.tree}")
-    if decode.tree == "cost_aware":
+    if isinstance(proposer, DSparkProposer) and decode.length == "confidence":
+        proposer.min_confidence = LEAST_CONFIDENCE
+    elif decode.length == "expected":
+        if not isinstance(proposer, DSparkProposer):
+            raise UserError(f"decode.length: wanted a drafter with a confidence head (dspark) for expected, got {drafter.method}; use acceptance")
+        proposer.expected = Expected(measure(target, proposer, prompt))
+    elif decode.tree == "cost_aware":
         proposer.cost = CostAware(measure(target, proposer, prompt), sizes=BUCKETS[1:])
     else:
         proposer.length = _policy(str(decode.length), target, proposer, prompt)

@@ -5,6 +5,8 @@
     logits = output_rows(h_k) + W2 W1[token at p + k],   h_k = rms(x)   low rank: W1 embeds target tokens, W2 gives draft-vocabulary biases
     c_k    = sigmoid(w [h_k; W1[token at p + k]] + b)                   trained to be 1 - TV(target, drafter) there: the probability that a token
                                                                         sampled from the drafter is accepted, if all before it were
+What is drafted is not sampled from the drafter alone: it is its best token, or its best under noise that the target shares. So the logit of c_k is
+calibrated by measured decoding, for greedy and for sampled text: scale * logit + shift. The contract of a trained head holds both.
 The layers run once a round; only the bias is sequential. Tensor names and arithmetic follow the layout that serving engines load (in its terms
 `sample_from_anchor` and `confidence_head_with_markov` are true, and `markov_head_type` is vanilla).
 
@@ -15,18 +17,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from .. import UserError
 from ..decode.growth import Grower, Kind
+from ..decode.length import Expected
 from ..decode.sampling import Sampler
 from ..decode.target import Target
 from ..decode.tree import DraftTree
 from .blocks import fused_matrix
 from .dflash import BlockConfig, DFlash, DFlashConfig, DFlashProposer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How to read the confidence's logit: (scale, shift) for greedy and for sampled text. As it is trained: (1, 0)."""
+
+    greedy: tuple[float, float] = (1.0, 0.0)
+    sampled: tuple[float, float] = (1.0, 0.0)
+
+    @classmethod
+    def of(cls, values: dict[str, Sequence[float]]) -> Self:
+        """From a contract. Raises UserError for what is none."""
+        try:
+            pairs = {name: (float(values[name][0]), float(values[name][1])) for name in ("greedy", "sampled")}
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"contract: wanted calibration with scale and shift of greedy and sampled, got {values}") from error
+        return cls(**pairs)
+
+    def apply(self, logit_BD: Tensor, greedy_B: Tensor) -> Tensor:
+        """Calibrated logits, by row."""
+        table = torch.tensor([self.sampled, self.greedy], dtype=logit_BD.dtype, device=logit_BD.device)
+        scale_B1, shift_B1 = table[greedy_B.long()].unsqueeze(-1).unbind(1)
+        return scale_B1 * logit_BD + shift_B1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +124,7 @@ class DSpark(DFlash):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
+        self.calibration = Calibration()
 
     def latent(self, before: Tensor) -> Tensor:
         """[..., R] of the target tokens before."""
@@ -127,8 +154,9 @@ class DSpark(DFlash):
 class DSparkProposer(DFlashProposer):
     """Runs the layers over a block, then grows chains or dynamic trees in which each token's children have its bias.
 
-    min_confidence: chains end where the probability that all of it is accepted falls below that, but hold at least one token. Whether a token is
-    drafted depends on the tokens before it, never on itself. It makes rounds wait for the device.
+    min_confidence: chains end where the probability that all of it is accepted falls below that, but hold at least one token. `expected`: they end
+    where verifying more does not pay. Both go by calibrated confidence; whether a token is verified depends on the tokens before it, never on itself.
+    They make rounds wait for the device.
     """
 
     head: DSpark
@@ -141,31 +169,50 @@ class DSparkProposer(DFlashProposer):
         if min_confidence is not None and (topk > 1 or kind != "deterministic"):
             raise UserError(f"min_confidence: wanted a chain that is not sampled, got topk {topk}, kind {kind}; leave it out, or use tree=chain")
         self.min_confidence = min_confidence
+        self._expected: Expected | None = None
         self._bias = fused_matrix(head.markov_head.markov_w2.weight)
         self._hidden_BDH = self._drafted_BN = torch.empty(0)
+        self._greedy_B = torch.empty(0, dtype=torch.bool)
+
+    @property
+    def expected(self) -> Expected | None:
+        """How much of a chain is verified. None: all of it. Raises UserError for trees and sampled drafts."""
+        return self._expected
+
+    @expected.setter
+    def expected(self, policy: Expected | None) -> None:
+        if policy is not None and (self.topk > 1 or self.kind != "deterministic"):
+            raise UserError(f"decode.length: wanted a chain that is not sampled, got topk {self.topk}, kind {self.kind}; leave it out")
+        self._expected = policy
 
     @property
     def asynchronous(self) -> bool:
         """Unless chains end by confidence."""
-        return self.min_confidence is None and super().asynchronous
+        return self.min_confidence is None and self._expected is None and super().asynchronous
 
     def confidence(self) -> Tensor:
         """[B, D] of the chain that was proposed last: the probability that each token is accepted if all before it were, without looking at it.
 
-        It speaks of tokens sampled from the drafter at temperature 1. Raises ValueError after a tree.
+        Calibrated; as it is trained it speaks of tokens sampled from the drafter at temperature 1. Raises ValueError after a tree.
         """
+        return self.head.calibration.apply(self.confidence_logits(), self._greedy_B).sigmoid()
+
+    def confidence_logits(self) -> Tensor:
+        """[B, D] float32: `confidence` before calibration and sigmoid."""
         if self.topk > 1:
             raise ValueError(f"confidence is of chains, this proposer grows trees of topk {self.topk}")
         before_BD = self._drafted_BN[:, : self._hidden_BDH.shape[1]]
         hidden_BDH = self._hidden_BDH[:, : before_BD.shape[1]]
-        return self.head.confidence_logits(hidden_BDH, self.head.latent(before_BD)).float().sigmoid()
+        return self.head.confidence_logits(hidden_BDH, self.head.latent(before_BD)).float()
 
     def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         """A tree below the root."""
         self._hidden_BDH = self._begin(root_B)
         self._hidden_BH = self.head.latent(root_B)  # what grows from node to node is the token's latent
         tree = Grower.propose(self, root_B, sampler, noise_BDV)
-        self._drafted_BN = tree.tokens_BN
+        self._drafted_BN, self._greedy_B = tree.tokens_BN, ~sampler.random_B
+        if self._expected is not None:
+            return DraftTree.chain(tree.tokens_BN[:, : 1 + self._expected.choose(self.confidence().cumprod(1).tolist())])
         return tree if self.min_confidence is None else self._confident(tree, self.min_confidence)
 
     def _confident(self, tree: DraftTree, least: float) -> DraftTree:

@@ -34,7 +34,7 @@ from .cascade import Cascade, check_inner
 from .cross_tokenizer import CrossTokenizer
 from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModel, DraftModelConfig, read_model
-from .dspark import DSpark, DSparkConfig
+from .dspark import Calibration, DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
 from .head import Head
@@ -330,6 +330,8 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
     _meet(folder, contract, target)
+    if isinstance(drafter, DSpark) and "calibration" in contract:
+        drafter.calibration = Calibration.of(contract["calibration"])
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().bind(target), contract
 
 

@@ -266,7 +266,9 @@ class Decode(Section):
     topk: Size = 4  # children a node of a dynamic tree
     nodes: Size | None = None  # draft nodes a round, root not counted; null: `depth` for a chain, 16 (or depth, if more) for a dynamic tree
 
-    length: Literal["additive", "acceptance", "confidence", "entropy"] | None = None  # decides a chain's depth round by round; null: always `depth`
+    length: Literal["additive", "acceptance", "confidence", "entropy", "expected"] | None = (
+        None  # decides a chain's depth round by round; null: always `depth`
+    )
 
     @property
     def num_nodes(self) -> int:

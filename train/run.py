@@ -29,6 +29,7 @@ from ..heads.export import vllm
 from ..heads.registry import METHODS, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
+from .calibration import calibrate_drafter
 from .data import prepare
 from .features import load_target, load_whole
 from .judging import NOT_MEASURED, measures
@@ -139,6 +140,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         return 0
     if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
         target = load_whole(recipe, str(accelerator.device))
+    calibrate_drafter(recipe, folder / "drafter", target)
     return _finish(_measure(recipe, folder, target, figures), folder)
 
 
