@@ -64,7 +64,10 @@ def eval_command(
     topk: int = 4,
     nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
     length: Annotated[
-        str | None, typer.Option(help="additive, acceptance, confidence, entropy or expected: decides a chain's depth round by round")
+        str | None, typer.Option(help="additive, acceptance, confidence, entropy, expected or predicted: decides a chain's depth round by round")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="of acceptance, below which confidence, entropy and predicted stop; 0.3 if not given")
     ] = None,
     timed_prompts: Annotated[
         int | None, typer.Option(help="time so many prompts, and put the others through the gate in batches; all if not given")
@@ -94,7 +97,7 @@ def eval_command(
     for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
         if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
-    Decode(tree=tree, length=length)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
+    Decode(tree=tree, length=length, threshold=threshold)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
     prompts = load_suite(suite, num_prompts, split="test", seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
     original = original_outputs(loaded, prompts, max_new_tokens) if tunes_target(drafter) else None
@@ -106,7 +109,7 @@ def eval_command(
     assert loaded.tokenizer is not None
     first = render_prompt(loaded.tokenizer, prompts.prompts[0])
     depth = default_depth(head) if depth is None else depth
-    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length)  # type: ignore[arg-type]
+    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length, threshold=threshold)  # type: ignore[arg-type]
     make_proposer(head, plain(decode), loaded, first)  # a draft that it cannot make is found out before anything is measured
     used = choose_threads(loaded, first, settings)
     proposer = make_proposer(head, decode, loaded, first)

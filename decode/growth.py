@@ -241,7 +241,7 @@ class Grower(ABC):
             if level < depth - 1:
                 if self._policy is not None and self._policy.needs_scores:
                     p_BKV = scores_BKV.softmax(-1)
-                    path_B1 = p_BKV.amax(-1) * path_B1
+                    path_B1 = self._confidence(p_BKV, hidden_BKH) * path_B1
                     if not self._policy.goes_on(float(path_B1.max()), float(torch.special.entr(p_BKV).sum(-1).min())):
                         break
                 slots_BK, seen_L = first_BK + level, slot_L[: longest + level + 1]
@@ -250,6 +250,10 @@ class Grower(ABC):
                 hidden_BKH = self._advance(hidden_BKH, tokens[-1], slots_BK, slots_BK, allowed_BKL, key_BL, self._start(level + 1))
         self._drafted = len(tokens) - 1
         return DraftTree.chain(torch.cat(tokens, dim=1))
+
+    def _confidence(self, p_BKV: Tensor, hidden_BKH: Tensor) -> Tensor:
+        """[B, K] how likely the tokens just chosen are to be accepted: by the draft's distributions, of which these are the hidden states."""
+        return p_BKV.amax(-1)
 
     def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
         """The topk children of each node: target ids and log values [B, K, topk]."""

@@ -140,6 +140,10 @@ class Confidence:
         """Nothing is learned."""
 
 
+class Predicted(Confidence):
+    """`Confidence` by what a trained predictor says of acceptance, in place of the draft's own probabilities. The drafter has to have one."""
+
+
 class Entropy(Confidence):
     """Stop when the draft's entropy H bounds acceptance below the threshold: 1 - sqrt(factor * H) < threshold (AdaEDL, 2410.18351)."""
 

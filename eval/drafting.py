@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .. import UserError
 from ..decode.engine import Engine
 from ..decode.growth import Grower
-from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Expected, Latencies
+from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Expected, Latencies, Predicted
 from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
@@ -33,7 +33,7 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     if not isinstance(proposer, Grower):
         raise UserError(f"{name}, as {drafter.method} does not draft level by level, got {decode.length or decode.tree}")
     if isinstance(proposer, DSparkProposer) and decode.length == "confidence":
-        proposer.min_confidence = LEAST_CONFIDENCE
+        proposer.min_confidence = LEAST_CONFIDENCE if decode.threshold is None else decode.threshold
     elif decode.length == "expected":
         if not isinstance(proposer, DSparkProposer):
             raise UserError(f"decode.length: wanted a drafter with a confidence head (dspark) for expected, got {drafter.method}; use acceptance")
@@ -41,7 +41,9 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     elif decode.tree == "cost_aware":
         proposer.cost = CostAware(measure(target, proposer, prompt), sizes=BUCKETS[1:])
     else:
-        proposer.length = _policy(str(decode.length), target, proposer, prompt)
+        if decode.length == "predicted" and getattr(proposer, "predictor", None) is None:
+            raise UserError(f"decode.length: wanted another rule, as this {drafter.method} drafter has no predictor, got predicted; train one first")
+        proposer.length = _policy(decode, target, proposer, prompt)
     return proposer
 
 
@@ -53,14 +55,16 @@ def default_depth(drafter: Drafter, most: int = 5) -> int:
 
 def plain(decode: Decode) -> Decode:
     """Without the policies that look at how drafts grow, which not every drafter has."""
-    return dataclasses.replace(decode, tree="dynamic" if decode.tree == "cost_aware" else decode.tree, length=None)
+    return dataclasses.replace(decode, tree="dynamic" if decode.tree == "cost_aware" else decode.tree, length=None, threshold=None)
 
 
-def _policy(name: str, target: Target, proposer: Grower, prompt: Sequence[int]) -> DraftLength:
-    if name == "acceptance":
+def _policy(decode: Decode, target: Target, proposer: Grower, prompt: Sequence[int]) -> DraftLength:
+    if decode.length == "acceptance":
         return Acceptance(measure(target, proposer, prompt))
-    makers: dict[str, Callable[[], DraftLength]] = {"additive": Additive, "confidence": Confidence, "entropy": Entropy}
-    return makers[name]()
+    if decode.length == "additive":
+        return Additive()
+    made = {"confidence": Confidence, "entropy": Entropy, "predicted": Predicted}[str(decode.length)]
+    return made() if decode.threshold is None else made(decode.threshold)
 
 
 def measure(target: Target, proposer: Proposer, prompt: Sequence[int], *, repeats: int = 8, new_tokens: int = 32) -> Latencies:

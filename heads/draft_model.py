@@ -115,29 +115,16 @@ def resized(config: Any, sizes: dict[str, int | None]) -> Any:
     return made
 
 
-def read_model(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(causal LM on the CPU, tokenizer) of a folder or hub name. Raises UserError if it cannot be loaded."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(name, error) from error
-
-
 def check_start(init: str, target: str, revision: str | None = None) -> None:
     """Raise UserError unless the model to start from has the target's tokenizer. Reads both tokenizers, and no weights."""
     loaded = []
-    for name, revised in ((init, None), (target, revision)):
+    for key, name, revised in (("drafter.init", init, None), ("target", target, revision)):
         try:
             loaded.append(AutoTokenizer.from_pretrained(name, revision=revised))
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise _unreadable(name, error) from error
+            text = " ".join(str(error).split())[:300]
+            raise UserError(f"{key} {name}: its tokenizer cannot be loaded ({text}); give a causal LM's folder or hub name") from error
     compare_tokenizers(loaded[0], loaded[1], init, target)
-
-
-def _unreadable(name: str, error: Exception) -> UserError:
-    return UserError(
-        f"drafter.init {name}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a causal LM's folder or hub name, or target"
-    )
 
 
 class DraftModel(Head):

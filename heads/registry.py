@@ -28,12 +28,13 @@ from ..decode.free.recycling import TokenRecycling
 from ..decode.free.retrieval import Retrieval
 from ..decode.free.suffix import SuffixAutomaton
 from ..decode.proposer import Proposer
-from ..decode.target import Target
+from ..decode.target import Target, read_model
 from . import adapter as adapters
+from .acceptance import AcceptancePredictor
 from .cascade import Cascade, check_inner
 from .cross_tokenizer import CrossTokenizer
 from .dflash import DFlash, DFlashConfig
-from .draft_model import DraftModel, DraftModelConfig, read_model
+from .draft_model import DraftModel, DraftModelConfig
 from .dspark import Calibration, DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
@@ -187,6 +188,8 @@ def _open_trained_draft(folder: Path, target: Target) -> tuple[Drafter, dict[str
     contract = _read_contract(folder, target)
     draft, about = _load_beside(str(folder), target), contract.get("draft", {})
     made = Pard(draft, int(about["mask_token_id"]), int(about["block_size"])) if about.get("block_size") else Standalone(draft)
+    predictor = AcceptancePredictor.load(folder, draft.hidden_size)
+    made.predictor = None if predictor is None else predictor.to(draft.device)
     return made.bind(target), contract
 
 
@@ -337,7 +340,8 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
 
 def _load_draft_model(folder: Path, target: Target, dtype: torch.dtype) -> tuple[DraftModel, dict[str, Any]]:
     contract = _read_contract(folder, target)
-    about, (model, tokenizer) = contract.get("draft", {}), read_model(str(folder), dtype)
+    model, tokenizer, _ = read_model(str(folder), dtype=str(dtype).removeprefix("torch."), device="cpu")
+    about = contract.get("draft", {})
     size, mask = about.get("block_size"), about.get("mask_token_id")
     return DraftModel.of(model, tokenizer, target, block_size=size, mask_token_id=mask).eval(), contract
 

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from .. import UserError
 from ..decode.budget import cache_growth
 from ..decode.growth import Grower, Kind
+from ..decode.length import Predicted
 from ..decode.proposer import Accepted
 from ..decode.target import Target
+from .acceptance import AcceptancePredictor
 
 
 class Standalone:
@@ -28,6 +30,7 @@ class Standalone:
 
     def __init__(self, draft: Target) -> None:
         self.draft = draft
+        self.predictor: AcceptancePredictor | None = None  # of acceptance, if one was trained
         self.vocab_size = self.target_vocab_size = draft.vocab_size  # tokens that are drafted, and the target's
 
     def bind(self, target: Target) -> Standalone:
@@ -109,7 +112,7 @@ class StandaloneProposer(Grower):
     def __init__(self, model: Standalone, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         super().__init__(taps=(), depth=depth, topk=topk, nodes=nodes, kind=kind)
         self.draft, self._vocab_size, self._target_vocab_size = model.draft, model.vocab_size, model.target_vocab_size
-        self.max_positions = model.draft.max_positions
+        self.max_positions, self.predictor = model.draft.max_positions, model.predictor
 
     def memory(self, batch: int, capacity: int) -> int:
         """Bytes that the draft's cache will grow by after `reset`."""
@@ -147,6 +150,12 @@ class StandaloneProposer(Grower):
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
     ) -> Tensor:
         return self.draft.extend(ids_BK, position_BK, slots_BK, allowed_BKL, key_BL, start).hidden_BNH
+
+    def _confidence(self, p_BKV: Tensor, hidden_BKH: Tensor) -> Tensor:
+        if isinstance(self.length, Predicted) and self.predictor is not None:
+            predicted: Tensor = self.predictor(hidden_BKH)
+            return predicted
+        return super()._confidence(p_BKV, hidden_BKH)
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         return self.draft.logits(hidden_BKH)[..., : self._vocab_size]

@@ -93,6 +93,7 @@ class Drafter(Section):
     calibration_prompts: Size | None = None  # sequences that show what it can do without; null: 16
     lora_rank: Size | None = None  # draft_model: train adapters, which are merged when it is saved; null: its weights
     lora_alpha: Size | None = None  # their scale is alpha / rank; null: alpha is twice the rank
+    predictor: bool | None = None  # draft_model: train a predictor of acceptance too, for decode.length=predicted; null: none
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -207,9 +208,7 @@ class Objective(Section):
     topk: Size | None = None  # likeliest tokens of the distillation term: hass
     topk_weight: NonNegative | None = None  # of that term: hass
     anchors: Size | None = None  # blocks a sequence and step: dflash, dspark, p_eagle
-    labels: Literal["soft", "hard"] | None = (
-        None  # the target's distributions, or the text's tokens: medusa, medusa2, hydra, mlp_speculator, draft models
-    )
+    labels: Literal["soft", "hard"] | None = None  # the target's distributions, or the text's tokens: medusa(2), hydra, mlp_speculator, draft models
     heads_weight: Positive | None = None  # of the heads' loss beside the target's own: medusa2
     text_weight: NonNegative | None = None  # of the target's own loss on the text: medusa2
     original_weight: NonNegative | None = None  # of the divergence of the tuned target from the original: medusa2
@@ -266,9 +265,9 @@ class Decode(Section):
     topk: Size = 4  # children a node of a dynamic tree
     nodes: Size | None = None  # draft nodes a round, root not counted; null: `depth` for a chain, 16 (or depth, if more) for a dynamic tree
 
-    length: Literal["additive", "acceptance", "confidence", "entropy", "expected"] | None = (
-        None  # decides a chain's depth round by round; null: always `depth`
-    )
+    # decides a chain's depth round by round; null: always `depth`
+    length: Literal["additive", "acceptance", "confidence", "entropy", "expected", "predicted"] | None = None
+    threshold: Annotated[float, Bound(">", 0), Bound("<", 1)] | None = None  # of acceptance, below which confidence, entropy and predicted stop
 
     @property
     def num_nodes(self) -> int:
@@ -284,6 +283,8 @@ class Decode(Section):
             raise misfit("decode.nodes", f"at least decode.depth ({self.depth}), which is else never reached", self.nodes)
         if self.length is not None and self.tree != "chain":
             raise misfit("decode.length", f"null, as decode.tree is {self.tree}", self.length)
+        if self.threshold is not None and self.length not in ("confidence", "entropy", "predicted"):
+            raise misfit("decode.threshold", "null, as decode.length is none of confidence, entropy, predicted", self.threshold)
 
 
 @dataclass(frozen=True, kw_only=True)

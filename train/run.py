@@ -29,6 +29,7 @@ from ..heads.export import vllm
 from ..heads.registry import METHODS, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
+from .acceptance import add_predictor
 from .calibration import calibrate_drafter
 from .data import prepare
 from .features import load_target, load_whole
@@ -128,6 +129,10 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         trained_on = target if recipe.adapter.rank is None else tuning.tunable(recipe, target)
         figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
         if main_process:
+            if recipe.drafter.predictor:
+                figures["predictor"] = add_predictor(
+                    folder / "drafter", target, sequences, whole=recipe.data.train_on == "all", seed=recipe.train.seed
+                )
             (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     accelerator.wait_for_everyone()
     accelerator.end_training()

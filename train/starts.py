@@ -15,10 +15,11 @@ import torch
 from accelerate.utils import gather_object
 
 from .. import UserError
+from ..decode.light import LightTarget
 from ..decode.prompts import eos_ids
-from ..decode.target import Target
+from ..decode.target import Target, read_model
 from ..eval.drafting import make_proposer, plain
-from ..heads.draft_model import SIZES, DraftModel, check_start, read_model
+from ..heads.draft_model import SIZES, DraftModel, check_start
 from ..heads.registry import copy_drafter, known_settings, load_drafter, new_head
 from ..recipes.schema import Drafter, DrafterRecipe
 from .data import Sequences
@@ -29,7 +30,7 @@ from .trainee import HeadTrainee
 
 TARGET = "target"  # the name of the target itself as what a draft starts from
 CALIBRATION_PROMPTS = 16
-_ONLY_HERE = ("lora_rank", "lora_alpha", "prune_by", "calibration_prompts")  # settings of a start, not of a model
+_ONLY_HERE = ("lora_rank", "lora_alpha", "prune_by", "calibration_prompts", "predictor")  # settings of a start, not of a model
 
 
 class DraftTrainee(HeadTrainee):
@@ -62,6 +63,10 @@ class DraftTrainee(HeadTrainee):
         train = recipe.train
         if not train.on_policy:
             return base
+        if isinstance(self.target, LightTarget):
+            raise UserError(
+                f"train.on_policy: wanted 0, as features come from a store, which has none of what the draft writes, got {train.on_policy}"
+            )
         return OnPolicyStream(
             base,
             self.drafter.snapshot,
@@ -90,8 +95,10 @@ def start_draft(settings: Drafter, target: Target, sequences: Sequences) -> Draf
     """A draft model, its adapters in place. sequences: texts of which the first few show what a pruned copy can do without."""
     given = known_settings(DraftModel.method, {name: value for name, value in settings.settings.items() if name not in _ONLY_HERE})
     sizes = {name: given.pop(name, None) for name in SIZES}
+    if settings.predictor and given.get("block_size") is not None:
+        raise UserError("drafter.predictor: wanted false, as drafter.block_size is given and a block is drafted at once, got true")
     if settings.init is None:
-        for name in _ONLY_HERE:
+        for name in ("lora_rank", "lora_alpha", "prune_by", "calibration_prompts"):
             if getattr(settings, name) is not None:
                 raise UserError(f"drafter.{name}: wanted null, as drafter.init is null, got {getattr(settings, name)}; say what to start from")
         made = new_head(DraftModel.method, target, sizes | given)
@@ -112,6 +119,8 @@ def _started(
 ) -> DraftModel:
     texts, prune_by = sequences[: settings.calibration_prompts or CALIBRATION_PROMPTS], settings.prune_by or "influence"
     if init == TARGET:
+        if isinstance(target, LightTarget):
+            raise UserError("drafter.init: wanted another model, as features come from a store and the target's layers are not loaded, got target")
         if sizes is None:
             raise UserError("drafter.num_layers: wanted a smaller size than the target's, as drafter.init is target, got none; set it, or a width")
         return DraftModel.of(pruned(target, sizes, texts, prune_by), target.tokenizer, target, **given)
@@ -124,5 +133,5 @@ def _started(
             raise UserError(f"drafter.init: wanted a draft model, as drafter.method is {DraftModel.method}, got a {draft.method} drafter")
         if not given:
             return draft
-    model, tokenizer = read_model(init, torch.float32)
+    model, tokenizer, _ = read_model(init, dtype="float32", device="cpu")
     return DraftModel.of(model, tokenizer, target, **given)
