@@ -207,7 +207,7 @@ def _place(
         return None
     after = probed[at + len(_PROBE) :]
     start, stop = _common(probed[:at], text), len(text) - len(after)
-    return (start, stop) if text.endswith(after) and start <= stop else None
+    return (start, max(start, stop)) if text.endswith(after) else None  # nothing at all, as where tools are called, may begin after its end
 
 
 def _common(one: str, other: str) -> int:
