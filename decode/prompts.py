@@ -51,9 +51,10 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if tokenizer.chat_template is None:
         if len(messages) != 1:
             raise UserError(f"messages: wanted one, as the target's tokenizer has no chat template, got {len(messages)}")
-        plain: list[int] = tokenizer(messages[0]["content"])["input_ids"]
+        plain: list[int] = tokenizer(messages[0]["content"], verbose=False)["input_ids"]
         return plain
-    ids: list[int] = tokenizer(render_text(tokenizer, messages, tools), add_special_tokens=False)["input_ids"]  # the template writes them itself
+    text = render_text(tokenizer, messages, tools)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template writes the special tokens itself
     return ids
 
 

@@ -22,7 +22,8 @@ from ...heads.head import Head
 class Batch:
     """ids_BT, loss_BT (bool: the token is one that the drafter should learn to draft), position_BT, document_BT (-1: padding).
 
-    sequence_B: a number for each row's content, if rows come again: row r of any batch with the same number is the same sequence.
+    A row holds one sequence, or several that are packed, as documents 0, 1, .. of the row. sequence_B: a number for each row's content, if rows come
+    again: row r of any batch with the same number is the same.
     """
 
     ids_BT: Tensor
@@ -30,6 +31,11 @@ class Batch:
     position_BT: Tensor
     document_BT: Tensor
     sequence_B: list[int] | None = None
+
+    def sequence_of(self, place_N: Tensor) -> tuple[Tensor, int]:
+        """(the sequence that each place row * T + position lies in [N], more than the greatest of these numbers): packed ones count one by one."""
+        per_row = int(self.document_BT.max()) + 1
+        return place_N // self.ids_BT.shape[1] * per_row + self.document_BT.flatten()[place_N].clamp(min=0), len(self.ids_BT) * per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +70,17 @@ class Objective(ABC):
                 raise UserError(f"objective.{name}: wanted null, as the objective {cls.name} has no such setting, got {given[name]}")
         return cls(**given)  # type: ignore[arg-type]
 
-    def weights(self, kept_SN: Tensor, row_N: Tensor, rows: int) -> Tensor:
-        """[S, N] float32 weights: a step's sum to its share of the decay, evenly over its tokens, or over its sequences first."""
+    def weights(self, kept_SN: Tensor, sequence_N: Tensor, sequences: int) -> Tensor:
+        """[S, N] float32 weights: a step's sum to its share of the decay, evenly over its tokens, or over its sequences first.
+
+        sequence_N, sequences: see `Batch.sequence_of`.
+        """
         kept = kept_SN.float()
         if self.normaliser == "per_token":
             share_SN = kept / kept.sum(1, keepdim=True).clamp(min=1)
         else:
-            count_SB = torch.zeros(kept.shape[0], rows, device=kept.device).index_add_(1, row_N, kept)
-            share_SN = kept / count_SB.clamp(min=1)[:, row_N] / (count_SB > 0).sum(1, keepdim=True).clamp(min=1)
+            count_SB = torch.zeros(kept.shape[0], sequences, device=kept.device).index_add_(1, sequence_N, kept)
+            share_SN = kept / count_SB.clamp(min=1)[:, sequence_N] / (count_SB > 0).sum(1, keepdim=True).clamp(min=1)
         decay_S = self.step_decay ** torch.arange(kept.shape[0], device=kept.device, dtype=torch.float32)
         return share_SN * (decay_S / decay_S.sum()).unsqueeze(1)
 

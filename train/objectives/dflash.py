@@ -23,11 +23,31 @@ from .common import Batch, Objective, Places, judged
 
 
 def sample_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """(columns [B, A] ascending, whether they are anchors [B, A]): up to `count` a row, drawn evenly from those whose next token is to be learned."""
+    """(columns [B, A] ascending, whether they are anchors [B, A]), A as many as any row has.
+
+    Up to `count` of each sequence, drawn evenly from those whose next token is to be learned.
+    """
     chance_BT = torch.rand(batch.ids_BT.shape, device=batch.ids_BT.device).masked_fill(~judged(batch, 0), -1.0)
+    if int(batch.document_BT.max()) > 0:
+        return _of_each_document(chance_BT, batch.document_BT, count)
     chance_BA, anchors_BA = chance_BT.topk(min(count, chance_BT.shape[1]), dim=1)
     anchors_BA, order = anchors_BA.sort(dim=1)
     return anchors_BA, chance_BA.gather(1, order) >= 0
+
+
+def _of_each_document(chance_BT: Tensor, document_BT: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`sample_anchors` of rows with several documents: the `count` best chances of each."""
+    # Sorted by document, then by falling chance (in 0 .. 1); what is no anchor comes last.
+    key_BT = (document_BT.double() + 1 - chance_BT).masked_fill(chance_BT < 0, torch.inf)
+    order_BT = key_BT.argsort(dim=1)
+    column_T = torch.arange(chance_BT.shape[1], device=chance_BT.device)
+    sorted_BT = document_BT.gather(1, order_BT)
+    new_BT = torch.cat([torch.ones_like(sorted_BT[:, :1], dtype=torch.bool), sorted_BT[:, 1:] != sorted_BT[:, :-1]], dim=1)
+    rank_BT = column_T - torch.where(new_BT, column_T, 0).cummax(dim=1).values
+    kept_BT = torch.zeros_like(new_BT).scatter(1, order_BT, (rank_BT < count) & (chance_BT.gather(1, order_BT) >= 0))
+    last = chance_BT.shape[1] - 1
+    anchors_BT = torch.where(kept_BT, column_T, last + 1).sort(dim=1).values[:, : max(1, int(kept_BT.sum(1).max()))]
+    return anchors_BT.clamp(max=last), anchors_BT <= last
 
 
 def judged_predictions(batch: Batch, anchors_BA: Tensor, valid_BA: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -108,16 +128,16 @@ class DFlashObjective(Objective):
         hidden_BASH = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, anchors_BA)
         place_BAS, kept_BAS = judged_predictions(batch, anchors_BA, valid_BA, hidden_BASH.shape[2])
         places, best = places_of(place_BAS.flatten(), kept_BAS.flatten(), batch, step, target, self.chunk_tokens)
-        weight_BAS = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]])
+        weight_BAS = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]], batch, anchors_BA)
         rows_VH = drafter.output_rows()
         loss = soft_loss(hidden_BASH.flatten(0, 2), place_BAS.flatten(), weight_BAS.flatten(), rows_VH, drafter, places, target, self.chunk_tokens)
         first = kept_BAS[:, :, 0]
         accuracy_0 = agreement(hidden_BASH[:, :, 0][first].detach(), best[place_BAS[:, :, 0]][first], rows_VH, drafter)
         return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
-    def block_weights(self, kept_BAS: Tensor) -> Tensor:
+    def block_weights(self, kept_BAS: Tensor, batch: Batch, anchors_BA: Tensor) -> Tensor:
         """`Objective.weights` of blocks, [B, A, S]."""
         rows, anchors, steps = kept_BAS.shape
-        row_N = torch.arange(rows, device=kept_BAS.device).repeat_interleave(anchors)
-        weight_SN = self.weights(kept_BAS.flatten(0, 1).t(), row_N, rows)
+        place_BA = torch.arange(rows, device=kept_BAS.device).unsqueeze(1) * batch.ids_BT.shape[1] + anchors_BA
+        weight_SN = self.weights(kept_BAS.flatten(0, 1).t(), *batch.sequence_of(place_BA.flatten()))
         return weight_SN.t().reshape(rows, anchors, steps)

@@ -50,8 +50,8 @@ class DSparkObjective(DFlashObjective):
         place_BAS, kept_BAS = judged_predictions(batch, anchors_BA, valid_BA, hidden_BASH.shape[2])
         place_X = place_BAS.flatten()
         places, best = places_of(place_X, kept_BAS.flatten(), batch, step, target, self.chunk_tokens)
-        weight_X = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]]).flatten()
-        confidence_weight_X = self.block_weights(kept_BAS).flatten()
+        weight_X = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]], batch, anchors_BA).flatten()
+        confidence_weight_X = self.block_weights(kept_BAS, batch, anchors_BA).flatten()
         chosen_P, of_P = in_order_of_places(place_X, confidence_weight_X, places)
 
         # The token before prediction s is that of the place that judges it.

@@ -59,9 +59,8 @@ class Eagle1Objective(Objective):
         outputs = model(fed_BTF, batch.ids_BT, batch.position_BT, batch.document_BT, steps, True)
         back = [1 + k for k in range(steps)]
         places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
-        size, total = batch.ids_BT.shape
-        ids_V, hidden_SNH, row_N = drafter.draft_ids, places.gathered(outputs, back), places.place_N // total
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], row_N, size)
+        ids_V, hidden_SNH, sequence_N = drafter.draft_ids, places.gathered(outputs, back), batch.sequence_of(places.place_N)
+        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], *sequence_N)
 
         def mixed(start: int, stop: int) -> Tensor:
             """[C, V] what multiplies -log q: of each place, token_weight p, and topk_weight p at the likeliest tokens."""
@@ -84,7 +83,7 @@ class Eagle1Objective(Objective):
             self.chunk_tokens,
         )
         distance_SN = functional.smooth_l1_loss(hidden_SNH.float(), places.features_NH.float().expand_as(hidden_SNH), reduction="none").mean(-1)
-        feature = (self.weights(places.judged_SN, row_N, size) * distance_SN).sum()
+        feature = (self.weights(places.judged_SN, *sequence_N) * distance_SN).sum()
         metrics = {"feature_loss": float(feature.detach()), "accuracy_0": accuracy(drafter, hidden_SNH, places)}
         return loss + self.feature_weight * feature, metrics | places.metrics()
 
@@ -108,6 +107,7 @@ class HassObjective(Eagle1Objective):
 
 
 def noisy(features_BTF: Tensor, document_BT: Tensor, noise: float) -> Tensor:
-    """Features with the reference's uniform noise, smaller for longer sequences: (rand - 0.5) * noise * 512 / tokens of the row."""
-    length_B = (document_BT >= 0).sum(1).clamp(min=1)
-    return features_BTF + (torch.rand_like(features_BTF) - 0.5) * (noise * 512 / length_B).view(-1, 1, 1).to(features_BTF.dtype)
+    """Features with the reference's uniform noise, smaller for longer sequences: (rand - 0.5) * noise * 512 / tokens of the sequence."""
+    length_BT = torch.zeros(len(document_BT), int(document_BT.max()) + 2, device=document_BT.device)
+    length_BT = length_BT.scatter_add_(1, document_BT + 1, torch.ones_like(document_BT, dtype=length_BT.dtype)).gather(1, document_BT + 1)
+    return features_BTF + (torch.rand_like(features_BTF) - 0.5) * (noise * 512 / length_BT).unsqueeze(-1).to(features_BTF.dtype)

@@ -41,8 +41,7 @@ class Eagle3Objective(Objective):
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, self.steps)
         back = [1 + k for k in range(self.steps)]
         places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
-        size, total = batch.ids_BT.shape
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], places.place_N // total, size)
+        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], *batch.sequence_of(places.place_N))
         ids_V, hidden_SNH = drafter.draft_ids, places.gathered(outputs, back)
         loss = chunked_loss(
             self.loss,

@@ -49,9 +49,8 @@ class MedusaObjective(Objective):
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT)
         back = [1 + k for k in range(drafter.heads)]
         places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
-        size, total = batch.ids_BT.shape
         label_N = places.best_N if self.labels == "soft" else batch.ids_BT.flatten()[places.place_N + 1]
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[label_N], places.place_N // total, size)
+        weight_SN = self.weights(places.judged_SN & drafter.t2d[label_N], *batch.sequence_of(places.place_N))
         ids_V, draft_N = drafter.draft_ids, (drafter.t2d.cumsum(0) - 1)[label_N].clamp(min=0)
 
         @functools.lru_cache(maxsize=1)  # a batch of one chunk is the same for all heads; of several, each head forms them again

@@ -51,19 +51,18 @@ class PEagleObjective(Objective):
         places, best = places_of(place_X, kept_X, batch, step, target, self.chunk_tokens)
         learned_X = kept_X & drafter.t2d[best[place_X]]
         hidden_XH = drafter.readout(torch.cat([pairs_BTH.flatten(0, 1), masks_BASH.flatten(0, 2)]))
-        weight_X = self.entry_weights(learned_X, anchors_BA, masks_BASH.shape[2], total)
+        weight_X = self.entry_weights(learned_X, batch, anchors_BA, masks_BASH.shape[2])
         loss = soft_loss(hidden_XH, place_X, weight_X, drafter.output_rows(), drafter, places, target, self.chunk_tokens)
         first_N = kept_BT.flatten().nonzero().squeeze(1)
         accuracy_0 = agreement(hidden_XH[first_N].detach(), best[place_X[first_N]], drafter.output_rows().detach(), drafter)
         return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
-    def entry_weights(self, learned_X: Tensor, anchors_BA: Tensor, masks: int, total: int) -> Tensor:
+    def entry_weights(self, learned_X: Tensor, batch: Batch, anchors_BA: Tensor, masks: int) -> Tensor:
         """`Objective.weights` of pairs and mask entries, each depth a step."""
-        rows, anchors = anchors_BA.shape
-        row_B1 = torch.arange(rows, device=anchors_BA.device).unsqueeze(1)
-        pair_N = (row_B1 * total + anchors_BA).flatten()
+        (rows, anchors), total = anchors_BA.shape, batch.ids_BT.shape[1]
+        pair_N = (torch.arange(rows, device=anchors_BA.device).unsqueeze(1) * total + anchors_BA).flatten()
         learned_SN = torch.zeros(1 + masks, rows * total, dtype=torch.bool, device=anchors_BA.device)
         learned_SN[0] = learned_X[: rows * total]
         learned_SN[1:, pair_N] = learned_X[rows * total :].view(rows * anchors, masks).t()
-        weight_SN = self.weights(learned_SN, row_B1.expand(rows, total).flatten(), rows)
+        weight_SN = self.weights(learned_SN, *batch.sequence_of(torch.arange(rows * total, device=anchors_BA.device)))
         return torch.cat([weight_SN[0], weight_SN[1:, pair_N].t().flatten()])
