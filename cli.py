@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 
 from . import UserError, __version__
 from .recipes.schema import DrafterRecipe, list_recipes, load_recipe, read_recipe_text
+
+if TYPE_CHECKING:
+    from .decode.target import Target
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help=f"draftsmith {__version__}: train drafters for speculative decoding, and measure them."
@@ -29,6 +32,10 @@ DRAFTER_HELP = (
     "early_exit:LAYERS, such as early_exit:0-3, with some of the target's own layers"
 )
 CrossTokenizer = Annotated[bool, typer.Option(help="let a causal LM draft that has another tokenizer, with the tokens that both have")]
+Template = Annotated[
+    list[str] | None,
+    typer.Option(help="key=value for the target's chat template, such as enable_thinking=false; as the drafter was trained, if not given"),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
 
@@ -77,6 +84,7 @@ def eval_command(
     other: Annotated[list[str] | None, typer.Option(help="another drafter, on the timed prompts; may be given several times")] = None,
     seed: int = 0,
     cross_tokenizer: CrossTokenizer = False,
+    template: Template = None,
 ) -> None:
     """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
     from .decode.prompts import render_prompt
@@ -102,6 +110,7 @@ def eval_command(
     loaded = Target.load(TargetRef(path=target).location)
     original = original_outputs(loaded, prompts, max_new_tokens) if tunes_target(drafter) else None
     head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
+    _use_template(loaded, contract, template)
     others = {name: open_drafter(name, loaded, cross_tokenizer=cross_tokenizer)[0] for name in other or []}
     settings = Settings(
         temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
@@ -138,6 +147,23 @@ def eval_command(
     raise typer.Exit(1 if report.failed else 0)
 
 
+def _use_template(target: Target, contract: dict[str, Any], options: list[str] | None) -> None:
+    """Render prompts as in the drafter's training, or as the options say, which is told if it is not the same."""
+    from .decode.prompts import set_template
+    from .recipes.dialect import parse_yaml
+
+    trained, given = contract.get("template", {}), {}
+    for option in options or []:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"--template: wanted key=value, got {option}; for example enable_thinking=false")
+        given[name] = parse_yaml(value, f"--template {name}")
+    assert target.tokenizer is not None
+    set_template(target.tokenizer, trained | given)
+    if differing := [name for name in given if "template" in contract and given[name] != trained.get(name)]:
+        print(f"note: the drafter was trained with the template's variables {trained}, not with this {', '.join(differing)}", file=sys.stderr)
+
+
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run folders, evaluation folders or report.json files")],
@@ -168,6 +194,7 @@ def generate(
     seed: int = 0,
     depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
     cross_tokenizer: CrossTokenizer = False,
+    template: Template = None,
 ) -> None:
     """Stream text; tokens that were drafted are coloured, the target's own are plain."""
     from .decode.engine import Engine
@@ -180,7 +207,8 @@ def generate(
 
     params = SamplingParams(temperature=temperature, seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
-    head, _ = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
+    head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
+    _use_template(loaded, contract, template)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
 

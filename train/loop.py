@@ -29,7 +29,7 @@ from .judging import measures, whole
 from .language_model import schedule
 from .objectives.common import Objective
 from .optimizers import make_optimizers
-from .stream import Share, make_stream
+from .stream import SequenceStream, Share, make_stream
 from .trainee import make_trainee
 
 
@@ -52,6 +52,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
         "taps": list(trainee.taps),
+        "template": recipe.target.template,
         "recipe": recipe.name,
         "versions": {"draftsmith": __version__, "torch": str(torch.__version__)},
     }
@@ -60,6 +61,8 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     began, tokens = time.monotonic(), 0
     metrics_file = (folder / "metrics.jsonl").open("w", encoding="utf-8") if main_process else None
     with progress_bar(main_process) as bar:
+        if main_process and isinstance(stream, SequenceStream):
+            bar.console.print(f"padding: {stream.padding():.1%} of a batch's tokens (data.batching {recipe.data.batching})", highlight=False)
         task = bar.add_task("training", total=train.steps, note="")
         for step in range(train.steps + 1):
             last_step = step == train.steps

@@ -147,7 +147,8 @@ def strata(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]
 def bucketed(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """`strata`, but of items of like lengths in a batch: row r has the items whose rank by length is r modulo batch_size.
 
-    Items change places with those of the same row within a 16th of all lengths (at most 32 items), so that batches are others in every epoch; their order is shuffled.
+    Items change places with those of the same row within a 16th of all lengths, at most 32 of them, so that batches are others in every epoch; their
+    order is shuffled.
     """
     by_length = sorted(range(len(lengths)), key=lambda item: (lengths[item], item))
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
