@@ -18,7 +18,7 @@ from draftsmith.heads.registry import new_head
 from draftsmith.train.losses import soft_cross_entropy
 from draftsmith.train.objectives.common import Batch, Objective
 
-from .tiny import VOCAB, features, ragged, random_ids, whole
+from .tiny import VOCAB, documents, features, ragged, random_ids, whole
 
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11], [12, 80, 6, 6, 6, 19, 21, 20, 50, 51, 52, 53]]
 CHAIN: dict[str, Any] = {"tree": "chain", "depth": 4}
@@ -146,12 +146,12 @@ def check_decoding(head: RecurrentHead, target: Target, how: dict[str, Any], tem
 
 
 def step_means(head: RecurrentHead, batch: Batch, k: int, term: Callable[[int, int], torch.Tensor | None]) -> torch.Tensor:
-    """Mean over rows of the mean of term(row, t) over the places t that step k is judged at; a term of None does not count."""
+    """Mean over sequences of the mean of term(row, t) over the places t that step k is judged at; a term of None does not count."""
     rows = []
-    for row in range(batch.ids_BT.shape[0]):
+    for row, document in documents(batch):
         terms = []
         for t in range(batch.ids_BT.shape[1] - 2 - k):
-            real = batch.document_BT[row, t] >= 0 and batch.document_BT[row, t] == batch.document_BT[row, t + 2 + k]
+            real = batch.document_BT[row, t] == document and batch.document_BT[row, t] == batch.document_BT[row, t + 2 + k]
             if real and batch.loss_BT[row, t + 2 + k] and (value := term(row, t)) is not None:
                 terms.append(value)
         if terms:

@@ -20,7 +20,7 @@ from draftsmith.train.objectives.common import Batch
 from draftsmith.train.objectives.medusa import MedusaObjective
 from draftsmith.train.templates import Sample
 
-from .tiny import VOCAB, features, ragged, random_ids, whole
+from .tiny import VOCAB, documents, features, ragged, random_ids, whole
 
 LENGTH = 16
 PROMPTS = [[5, 9, 33, 2, 71, 8, 15, 60, 4], [7], [44, 3, 3, 18, 90, 11], [12, 80, 6, 6, 6, 19, 21, 20, 50, 51, 52, 53]]
@@ -47,11 +47,10 @@ def plain_loss(head: StepwiseHead, outputs: list[torch.Tensor], target: Target, 
     total = torch.zeros(())
     for k, hidden in enumerate(outputs):
         rows = []
-        for row in range(batch.ids_BT.shape[0]):
+        for row, document in documents(batch):
             losses = []
             for t in range(batch.ids_BT.shape[1] - 2 - k):
-                document = batch.document_BT[row, t : t + 3 + k]
-                if not (document == document[0]).all() or document[0] < 0 or not batch.loss_BT[row, t + 2 + k]:
+                if not (batch.document_BT[row, t : t + 3 + k] == document).all() or not batch.loss_BT[row, t + 2 + k]:
                     continue
                 judge, token = logits[row, t + 1 + k], int(batch.ids_BT[row, t + 2 + k])
                 drafted = head.lm_head(k)(hidden[row, t])

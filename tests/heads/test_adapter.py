@@ -52,10 +52,10 @@ def plain_loss(target: TunableTarget, head: Medusa, batch: Batch, objective: Med
     """The paper's sum, place by place, through transformers' own forward pass of each document; the adapter's weights written into copies."""
     tuned, original, total = _with_adapter(target), fresh().model, torch.zeros((), dtype=torch.float64)
     own = dict(head.named_parameters())
-    terms: list[list[torch.Tensor]] = [[] for _ in range(head.heads + 2)]  # text, original, heads; a mean a row
+    terms: list[list[torch.Tensor]] = [[] for _ in range(head.heads + 2)]  # text, original, heads; a mean a document
     for row in range(len(batch.ids_BT)):
-        found: list[list[torch.Tensor]] = [[] for _ in terms]
         for document in sorted({int(d) for d in batch.document_BT[row] if d >= 0}):
+            found: list[list[torch.Tensor]] = [[] for _ in terms]
             at = (batch.document_BT[row] == document).nonzero().flatten().tolist()
             ids = batch.ids_BT[row, at]
             hidden = torch.func.functional_call(original.model, tuned, (), {"input_ids": ids[None], "use_cache": False}).last_hidden_state[0]
@@ -73,9 +73,9 @@ def plain_loss(target: TunableTarget, head: Medusa, batch: Batch, objective: Med
                             weight, bias = (own[f"blocks.{k}.layers.{layer}.linear.{part}"] for part in ("weight", "bias"))
                             x = x + functional.silu(weight @ x + bias)
                         found[2 + k].append(-(head.lm_head(k).weight @ x).log_softmax(-1)[head.draft_ids.tolist().index(token)])
-        for rows, places in zip(terms, found, strict=True):
-            if places:
-                rows.append(torch.stack(places).mean())
+            for means_of, places in zip(terms, found, strict=True):
+                if places:
+                    means_of.append(torch.stack(places).mean())
     means = [torch.stack(rows).mean() for rows in terms]
     for k in range(head.heads):
         total = total + objective.heads_weight * objective.step_decay ** (k + 1) * means[2 + k]

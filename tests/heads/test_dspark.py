@@ -27,7 +27,7 @@ from .parallel import (
     tau,
 )
 from .test_dflash import block_alone
-from .tiny import check_folder, features, ragged, random_ids, tiny_target, whole
+from .tiny import check_folder, documents, features, ragged, random_ids, tiny_target, whole
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +133,11 @@ def plain_loss(head: DSpark, target: Target, batch: Batch, anchors: torch.Tensor
     total, weights = torch.zeros(()), [decay**s for s in range(outputs.shape[2])]
     for s, weight in enumerate(weights):
         means: dict[str, list[torch.Tensor]] = {"draft": [], "confidence": []}
-        for row in range(len(anchors)):
+        for row, document in documents(batch):
             losses: dict[str, list[torch.Tensor]] = {"draft": [], "confidence": []}
             for a, anchor in enumerate(anchors[row].tolist()):
                 between = range(anchor + 1, anchor + s + 2)
-                if not valid[row, a] or between[-1] >= batch.ids_BT.shape[1]:
+                if not valid[row, a] or batch.document_BT[row, anchor] != document or between[-1] >= batch.ids_BT.shape[1]:
                     continue
                 if all(batch.loss_BT[row, t] and batch.document_BT[row, t] == batch.document_BT[row, anchor] for t in between):
                     hidden, before, judge = outputs[row, a, s], int(batch.ids_BT[row, anchor + s]), judges[row, anchor + s]

@@ -37,7 +37,7 @@ from .recurrent import (
     rms,
     step_means,
 )
-from .tiny import check_folder, tiny_target
+from .tiny import check_folder, documents, tiny_target
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -111,10 +111,10 @@ def plain_loss(head: Eagle3, target: Target, batch: Batch, steps: int, decay: fl
     total = torch.zeros(())
     for k, hidden in enumerate(outputs):
         rows = []
-        for row in range(batch.ids_BT.shape[0]):
+        for row, document in documents(batch):
             losses = []
             for t in range(batch.ids_BT.shape[1] - 2 - k):
-                real = batch.document_BT[row, t] >= 0 and batch.document_BT[row, t] == batch.document_BT[row, t + 2 + k]
+                real = batch.document_BT[row, t] == document and batch.document_BT[row, t] == batch.document_BT[row, t + 2 + k]
                 judge = logits[row, t + 1 + k]
                 if real and batch.loss_BT[row, t + 2 + k] and head.t2d[judge.argmax()]:
                     losses.append(soft_cross_entropy(head.logits(hidden[row, t]), judge[head.draft_ids].softmax(-1)))

@@ -29,7 +29,7 @@ from .parallel import (
     tau,
     turn,
 )
-from .tiny import check_folder, features, ragged, random_ids, tiny_target, whole
+from .tiny import check_folder, documents, features, ragged, random_ids, tiny_target, whole
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +130,14 @@ def plain_loss(head: PEagle, target: Target, batch: Batch, anchors: torch.Tensor
     total, weights = torch.zeros(()), [decay**s for s in range(1 + masks.shape[2])]
     for s, weight in enumerate(weights):
         means = []
-        for row in range(len(anchors)):
+        for row, document in documents(batch):
             places = [(t, pairs[row, t], range(t + 2, t + 3)) for t in range(batch.ids_BT.shape[1])]
             if s:
                 chosen = [(a, t) for a, t in enumerate(anchors[row].tolist()) if valid[row, a]]
                 places = [(t, masks[row, a, s - 1], range(t + 1, t + 3 + s)) for a, t in chosen]
             losses = []
             for t, state, between in places:
-                if between[-1] >= batch.ids_BT.shape[1] or batch.document_BT[row, t] < 0:
+                if between[-1] >= batch.ids_BT.shape[1] or batch.document_BT[row, t] != document:
                     continue
                 if all(batch.loss_BT[row, u] and batch.document_BT[row, u] == batch.document_BT[row, t] for u in between):
                     judge = judges[row, t + 1 + s]

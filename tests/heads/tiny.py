@@ -51,6 +51,11 @@ def ragged() -> Batch:
     return batch
 
 
+def documents(batch: Batch) -> list[tuple[int, int]]:
+    """(row, document) of every sequence."""
+    return [(row, document) for row, ids in enumerate(batch.document_BT.tolist()) for document in sorted({*ids} - {-1})]
+
+
 def features(target: Target, head: Head, batch: Batch) -> torch.Tensor:
     target.set_taps(head.taps)
     taps = target.features(batch.ids_BT, batch.position_BT, batch.document_BT).taps_BNF

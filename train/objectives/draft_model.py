@@ -59,10 +59,9 @@ class DraftModelObjective(Objective):
         """(loss, metrics): see `Objective`. Logits of a whole batch, the drafter's or the target's, are never held."""
         assert isinstance(drafter, DraftModel)
         hidden_BTH = model(batch.ids_BT, batch.position_BT, batch.document_BT)
-        rows, total = batch.ids_BT.shape
         place_N = judged(batch, 0).flatten().nonzero().squeeze(1)
         judges = self.judges(drafter, target, batch, place_N, step)
-        weight_SN = self.weights(judges.known_N.unsqueeze(0), place_N // total, rows)
+        weight_SN = self.weights(judges.known_N.unsqueeze(0), *batch.sequence_of(place_N))
         hidden_SNH = hidden_BTH.flatten(0, 1)[place_N].unsqueeze(0)
         loss = chunked_loss(self.loss, hidden_SNH, drafter.output_rows(), weight_SN, judges.probs, self.chunk_tokens, **self.loss_settings)
         return loss, judges.metrics(hidden_SNH[0], drafter)

@@ -54,7 +54,7 @@ class Medusa2Objective(MedusaObjective):
         scale = self.step_decay * sum(self.step_decay**k for k in range(drafter.heads))  # `weights` divides by the sum, and begins with k = 0
 
         place_N = judged(batch, 0).flatten().nonzero().squeeze(1)
-        weight_1N = self.weights(torch.ones(1, len(place_N), device=place_N.device), place_N // batch.ids_BT.shape[1], len(batch.ids_BT))
+        weight_1N = self.weights(torch.ones(1, len(place_N), device=place_N.device), *batch.sequence_of(place_N))
         hidden_1NH, before_NH = tuned.hidden_BNH.flatten(0, 1)[place_N].unsqueeze(0), before.hidden_BNH.flatten(0, 1)[place_N]
         token_N, rows_VH = batch.ids_BT.flatten()[place_N + 1], scaled_rows(target)
 

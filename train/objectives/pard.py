@@ -69,7 +69,7 @@ class PardObjective(DraftModelObjective):
         hidden_BXH = model(batch.ids_BT, batch.position_BT, batch.document_BT, anchor_BM, depth_BM)
 
         row_B1 = torch.arange(rows, device=anchor_BM.device).unsqueeze(1)
-        weight_SN = self.weights(kept_SBT.flatten(1), row_B1.expand(rows, total).flatten(), rows)
+        weight_SN = self.weights(kept_SBT.flatten(1), *batch.sequence_of(torch.arange(rows * total, device=anchor_BM.device)))
         entry_N = (row_B1 * total + anchor_BM.clamp(min=0)).flatten()
         weight_X = torch.cat([weight_SN[0], weight_SN[depth_BM.flatten(), entry_N] * (anchor_BM >= 0).flatten()])
         place_X = torch.cat([torch.arange(rows * total, device=entry_N.device), entry_N + depth_BM.flatten()])
