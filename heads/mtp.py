@@ -3,8 +3,8 @@
     g_t = the target's last hidden state after its final norm     step 0; later steps feed the head's own normed output instead
     h   = eh_proj([rms(embed(token_{t+1})); rms(g_t)])
     h   = h + attention(rms(h));  h = h + mlp(rms(h))             logits = the target's lm_head(rms(h)), predicting token t+2
-As in FastMTP (2509.18362) one layer serves all steps: it is applied to its own output, and trained so. It starts from random weights; a target's own
-MTP layer, where it has one, is not read. `enorm`, `hnorm` and `eh_proj` are DeepSeek's names.
+As in FastMTP (2509.18362) one layer serves all steps: it is applied to its own output, and trained so. It starts from random weights; `own_mtp.py`
+has heads that start from a target's own MTP layer. `enorm`, `hnorm` and `eh_proj` are DeepSeek's names.
 
 Dims: B batch, M pairs, H hidden.
 """

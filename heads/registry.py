@@ -43,6 +43,7 @@ from .hydra import Hydra, HydraConfig
 from .medusa import Medusa, MedusaConfig
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from .mtp import Mtp, MtpConfig
+from .own_mtp import OwnMtp, OwnMtpConfig
 from .p_eagle import PEagle, PEagleConfig
 from .pard import Pard
 from .standalone import Standalone, compare_tokenizers, early_exit
@@ -327,7 +328,7 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
         method = values.pop("method")
         if method not in METHODS:
             raise UserError(f"drafter {folder}: wanted method {', '.join(METHODS)}, got {method}")
-        made, config = METHODS[method]
+        made, config = METHODS[method] if "layout" not in values else (OwnMtp, OwnMtpConfig)
         drafter = made(config(**values))
         drafter.load_state_dict(tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:

@@ -74,7 +74,7 @@ class Drafter(Section):
 
     section = "drafter"
     method: Text = "eagle3"
-    init: Text | None = None  # folder of a drafter to continue from; draft_model: or a causal LM's folder or hub name, or "target", which is cut down
+    init: Text | None = None  # a drafter to continue from; mtp, draft_model: or "target", its own MTP layer, or cut down; draft_model: or a causal LM
     taps: Annotated[list[Count], Items(distinct=True)] | None = None  # k indexes Hugging Face's hidden_states: 0 embeddings, k after layer k
     draft_vocab_size: Size | None = None  # null: the whole vocabulary
     num_layers: Size | None = None  # decoder layers

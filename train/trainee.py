@@ -18,6 +18,7 @@ from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
 from ..heads.adapter import Joint, TunableTarget
 from ..heads.head import Head
+from ..heads.own_mtp import OwnMtp, own_mtp, refuse_settings
 from ..heads.registry import copy_drafter, load_drafter, new_head, save_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences, frequent_tokens
@@ -80,13 +81,16 @@ class HeadTrainee(Trainee):
     @classmethod
     def of(cls, recipe: DrafterRecipe, target: Target, sequences: Sequences) -> HeadTrainee:
         """A new head, or the one to continue from. Raises UserError if it does not fit the recipe, or cannot draft the recipe's tree."""
-        if recipe.drafter.init:
+        if recipe.drafter.init == "target":
+            head = _of_target(recipe, target)
+        elif recipe.drafter.init:
             head, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
             if head.method != recipe.drafter.method:
                 raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {head.method}")
             head.train()
         else:
             head = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+        if recipe.drafter.init in (None, "target"):
             make_proposer(head, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
             head.set_draft_vocabulary(frequent_tokens(sequences, head.sizes.draft_vocab_size, head.sizes.target_vocab_size), target)
         return cls(head, target)
@@ -97,6 +101,14 @@ class HeadTrainee(Trainee):
     def publish(self, best: Path, folder: Path) -> None:
         chosen, notes = load_drafter(best, self.target, dtype=torch.float32)
         save_drafter(chosen, folder, notes)
+
+
+def _of_target(recipe: DrafterRecipe, target: Target) -> Head:
+    """The target's own MTP layer. Raises UserError if it has none, or the recipe asks for another method, or for sizes."""
+    if recipe.drafter.method != OwnMtp.method:
+        raise UserError(f"drafter.init: wanted null or a folder for the method {recipe.drafter.method}, got target, which is for mtp and draft_model")
+    refuse_settings(recipe.drafter.settings)
+    return own_mtp(target, recipe.target.location, revision=recipe.target.revision, draft_vocab_size=recipe.drafter.draft_vocab_size)
 
 
 class TunedTrainee(HeadTrainee):
