@@ -62,6 +62,7 @@ def checkpoint(layout: str, folder: Path) -> tuple[Target, dict[str, torch.Tenso
     else:
         p = {"qwen": "mtp.layers.0.", "mimo": "model.mtp_layers.0."}[layout]
         tensors = {name.replace("model.layers.2.", p): tensor for name, tensor in tensors.items()}
+        names: tuple[str, ...]
         if layout == "qwen":
             names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
         else:
