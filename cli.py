@@ -225,6 +225,74 @@ def generate(
         console.print(f"\n\n{new + 1} tokens, tau {new / rounds:.2f}, {new / out.times.decode:.1f} tokens/s", highlight=False)
 
 
+@app.command("export")
+def export_command(
+    drafter: Annotated[str, typer.Argument(help="a drafter's folder, a causal LM (folder or hub name), or early_exit:LAYERS")],
+    out: Annotated[Path, typer.Option(help="the new folder")],
+    format: Annotated[str, typer.Option(help="vllm, speculators, sglang, tensorrt-llm, tgi, llamacpp, openvino or transformers")] = "vllm",
+    target: Annotated[str | None, typer.Option(help="folder, hub name or builtin:NAME; that of the drafter's contract if not given")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as saved if not given")] = None,
+    license: Annotated[str | None, typer.Option(help="for the card; that of the drafter's contract or the target's card if not given")] = None,
+    verify: Annotated[bool, typer.Option(help="run the engine, and compare its drafts with ours; see --engine-python")] = False,
+    engine_python: Annotated[
+        str | None, typer.Option(help="the python of the engine's own environment; else DRAFTSMITH_<FORMAT>_PYTHON, else this one")
+    ] = None,
+    cross_tokenizer: CrossTokenizer = False,
+) -> None:
+    """Write a drafter in the format of a serving engine, checked; refuse what the engine would not load or not compute."""
+    import torch
+
+    from .decode.target import Target
+    from .eval.in_engine import verify_export
+    from .heads.export.write import export, read_tuning, source_of
+    from .heads.registry import contract_target, open_drafter
+    from .recipes.schema import TargetRef
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in dtypes:
+        raise UserError(f"--dtype: wanted one of {', '.join(dtypes)}, got {dtype}")
+    name = target or contract_target(drafter) or "builtin:quickstart"
+    loaded = Target.load(TargetRef(path=name).location)
+    opened, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
+    contract = contract | ({"license": license} if license is not None else {})
+    source = source_of(opened, contract, loaded, tuning=read_tuning(Path(drafter)), dtype=dtypes.get(dtype or ""))
+    notes = export(source, format, out)
+    console.print(f"{source.method} for {format}: {out.resolve()} (launch command: README.md)", soft_wrap=True, highlight=False)
+    for note in notes:
+        console.print(f"- {note}", soft_wrap=True, highlight=False, markup=False)
+    if verify:
+        result = verify_export(source, format, out, engine_python)
+        console.print(result.line, soft_wrap=True, highlight=False)
+        raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command("import")
+def import_command(
+    folder: Annotated[Path, typer.Argument(help="a head of the EAGLE repository, SpecForge, speculators, vLLM, TGI or Medusa")],
+    out: Annotated[Path, typer.Option(help="the drafter's new folder")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    taps: Annotated[
+        str | None, typer.Option(help="layers that it reads, such as 2,16,29 (outputs of layers, counted from 1), if its config lies")
+    ] = None,
+) -> None:
+    """Read a head of others as a drafter of ours, to be evaluated and trained on."""
+    from .decode.target import Target
+    from .heads.export.importing import import_drafter
+    from .heads.registry import save_drafter
+    from .recipes.schema import TargetRef
+
+    if taps is not None and not all(part.strip().isdigit() for part in taps.split(",")):
+        raise UserError(f"--taps: wanted layers such as 2,16,29, got {taps}")
+    layers = None if taps is None else [int(part) for part in taps.split(",")]
+    if out.exists():
+        raise UserError(f"--out: wanted a new folder, got {out}, which exists; give another name")
+    loaded = Target.load(TargetRef(path=target).location)
+    head, contract = import_drafter(folder, loaded, layers)
+    contract["target"]["name"] = target
+    save_drafter(head, out, contract)
+    console.print(f"{head.method}, taps {list(head.taps)}: draftsmith eval {out} --target {target} --out ...", soft_wrap=True, highlight=False)
+
+
 @data_app.command()
 def datastore(
     out: Annotated[Path, typer.Option(help="the new folder")],

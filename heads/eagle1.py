@@ -3,8 +3,9 @@
     g_t = the target's last hidden state after its final norm     step 0; later steps feed the head's own prediction instead
     h   = fc([embed(token_{t+1}); g_t])
     h   = h + attention(h);  h = h + mlp(rms(h))                  predicts g_{t+1}; logits = the target's lm_head(h), predicting token t+2
-The layer has no norm before its attention, fc has no bias, and there is no norm before lm_head. Tensor names follow the layout that serving engines
-load. HASS (2408.15766) is another way to train this head: see `train/objectives/eagle1.py`.
+The layer has no norm before its attention, and there is no norm before lm_head. fc has no bias, as some serving engines leave one out; heads from
+elsewhere that have one keep it (`fc_bias`). Tensor names follow the layout that serving engines load. HASS (2408.15766) is another way to train
+this head: see `train/objectives/eagle1.py`.
 
 Dims: B batch, M pairs, H hidden.
 """
@@ -24,7 +25,9 @@ from .recurrent import RecurrentHead, check_output_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(LayerConfig):
-    """Sizes of the head. It reads one feature, the target's last hidden state after the final norm."""
+    """Sizes of the head. It reads one feature, the target's last hidden state after the final norm. fc_bias: of heads from elsewhere."""
+
+    fc_bias: bool = False
 
     @classmethod
     def for_target(
@@ -52,7 +55,7 @@ class Eagle1(RecurrentHead):
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, norms=())])
 
     def decoder_layers(self) -> list[DecoderLayer]:

@@ -85,6 +85,7 @@ def layer_sizes(
         "num_heads": heads,
         "num_kv_heads": num_kv_heads or (heads if num_heads else getattr(config, "num_key_value_heads", None) or heads),
         "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-5),
         "rope_theta": float(theta or getattr(config, "rope_theta", None) or 10000.0),
         "max_positions": target.max_positions or 2048,
     }

@@ -41,6 +41,10 @@ class RecurrentHead(Head):
     def combine(self, taps_BMF: Tensor) -> Tensor:
         """[B, M, H] what step 0 is fed: made of the target's features."""
 
+    def embed_pairs(self, ids: Tensor, position: Tensor) -> Tensor:
+        """The embeddings of the tokens of pairs at these positions: the target's unless a head says otherwise."""
+        return self.embed(ids)
+
     @abstractmethod
     def enter(self, embedded: Tensor, fed: Tensor) -> tuple[Tensor, Tensor]:
         """(what the first layer's attention reads [B, M, W], the residual stream [B, M, H])."""
@@ -80,7 +84,7 @@ class RecurrentHead(Head):
         fed, outputs = self.combine(taps_BTF), []
         for k in range(steps):
             ids = torch.cat([ids_BT[:, k + 1 :], ids_BT.new_zeros(ids_BT.shape[0], min(k + 1, ids_BT.shape[1]))], dim=1)
-            x, hidden = self.enter(self.embed(ids), fed)
+            x, hidden = self.enter(self.embed_pairs(ids, position_BT + k), fed)
             for index, layer in enumerate(layers):
                 attention = layer.self_attn
                 query, key, value = attention.project(x if index == 0 else layer.input_layernorm(hidden), position_BT + k)
@@ -187,7 +191,7 @@ class RecurrentProposer(Grower):
         visible, group = allowed_BML.shape[-1], heads // kv_heads
         mask = allowed_BML.repeat(1, group, 1).unsqueeze(1)
         rows = torch.arange(batch, device=ids_BM.device).unsqueeze(1) if start is None else None
-        x, hidden = (part.flatten(0, 1) for part in head.enter(head.embed(ids_BM), fed_BMH))
+        x, hidden = (part.flatten(0, 1) for part in head.enter(head.embed_pairs(ids_BM, position_BM), fed_BMH))
         for layer, (keys, values) in zip(self._layers, self._caches, strict=True):
             if layer.before is not None:
                 x = layer.before(hidden)

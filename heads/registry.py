@@ -38,7 +38,7 @@ from .draft_model import DraftModel, DraftModelConfig
 from .dspark import Calibration, DSpark, DSparkConfig
 from .eagle1 import Eagle1, Eagle1Config
 from .eagle3 import Eagle3, Eagle3Config
-from .head import Head
+from .head import Head, HeadConfig
 from .hydra import Hydra, HydraConfig
 from .medusa import Medusa, MedusaConfig
 from .mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -243,14 +243,20 @@ def _open_cascade(names: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
 
 
 def new_head(method: str, target: Target, settings: dict[str, Any]) -> Head:
-    """An untrained head of a method for a target. settings: those of its `for_target`; None stands for what follows from the target.
+    """An untrained head of a method for a target: see `head_config`."""
+    config = head_config(method, target, settings)
+    return METHODS[method][0](config).to(target.device).bind(target)
+
+
+def head_config(method: str, target: Target, settings: dict[str, Any]) -> HeadConfig:
+    """The sizes of a head for a target. settings: those of its `for_target`; None stands for what follows from the target.
 
     Raises UserError for an unknown method, and for a setting that the method does not have.
     """
     if method not in METHODS:
         raise UserError(f"drafter.method: wanted one of {', '.join(METHODS)}, got {method}")
-    made, config = METHODS[method]
-    return made(config.for_target(target, **known_settings(method, settings))).to(target.device).bind(target)
+    made: HeadConfig = METHODS[method][1].for_target(target, **known_settings(method, settings))
+    return made
 
 
 def known_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -379,6 +385,16 @@ def tunes_target(name: str | Path) -> bool:
         return "adapter" in json.loads((Path(name) / "contract.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whatever it is, opening it tells
         return False
+
+
+def contract_target(folder: str | Path) -> str | None:
+    """The name of the target that a drafter's contract is with; None if it is no such folder."""
+    path = Path(folder) / "contract.json"
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["target"]["name"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+    return str(name)
 
 
 def differences(contract: dict[str, Any], target: Target) -> list[tuple[str, str, str]]:

@@ -89,6 +89,7 @@ class Drafter(Section):
     heads: Size | None = None  # tokens that can be drafted, each by layers of its own: medusa, hydra, mlp_speculator
     prefix_attention: bool | None = None  # Hydra++: a decoder layer before the heads
     tie_weights: bool | None = None  # mlp_speculator: one set of layers for all steps
+    raw_feature: bool | None = None  # mtp: as MiMo's layers, which vLLM computes: the feature before the final norm
     prune_by: Literal["influence", "loss"] | None = None  # how the layers are chosen that a cut-down draft_model keeps; null: influence
     calibration_prompts: Size | None = None  # sequences that show what it can do without; null: 16
     lora_rank: Size | None = None  # draft_model: train adapters, which are merged when it is saved; null: its weights

@@ -24,9 +24,9 @@ from ..eval.harness import Settings, build_report, choose_threads, evaluate
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
 from ..eval.suites import load_suite
-from ..heads.eagle3 import Eagle3
-from ..heads.export import vllm
-from ..heads.registry import METHODS, open_drafter, tunes_target
+from ..heads.export.common import DRAFT_MODEL, PARD, TargetFacts
+from ..heads.export.write import check_export, export, loader_of, read_tuning, source_of
+from ..heads.registry import METHODS, head_config, open_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
 from .acceptance import add_predictor
@@ -101,16 +101,14 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     objective = make_objective(recipe)
     tuning.check(recipe, objective)
     check_draft(recipe)
-    plain_eagle3 = recipe.drafter.method == "eagle3" and not recipe.drafter.norm_features and recipe.drafter.num_layers in (None, 1)
-    known = ["vllm"] if plain_eagle3 else []
-    unknown = [name for name in recipe.export.formats if name not in known]
-    if unknown:
-        raise UserError(f"export.formats: wanted [{', '.join(known)}] for this {recipe.drafter.method} drafter, got [{', '.join(unknown)}]")
+    for name in recipe.export.formats:
+        loader_of(exported_as(recipe), name)
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
     target = load_target(recipe, str(accelerator.device))
+    check_exports(recipe, folder, target)
     began = time.monotonic()
     with progress_bar(main_process) as bar:
         task = bar.add_task("target's own responses (this process)", total=None, note="")
@@ -204,10 +202,27 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
     }
     report = build_report(target, description, suite, settings, measured, figures, threads, drift)
     write_report(report, folder / "eval")
-    for name in recipe.export.formats:
-        assert isinstance(drafter, Eagle3)  # checked before training
-        vllm.export(drafter, contract, folder / "export" / name, recipe.decode.depth)
+    if recipe.export.formats:
+        source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
+        for name in recipe.export.formats:
+            export(source, name, folder / "export" / name)
     return report
+
+
+def check_exports(recipe: DrafterRecipe, folder: Path, target: Target) -> None:
+    """Raise UserError, before anything is trained, if an engine of export.formats would not load or not compute this drafter."""
+    if not recipe.export.formats:
+        return
+    facts = TargetFacts.of(target)
+    config = head_config(recipe.drafter.method, target, recipe.drafter.settings)
+    for name in recipe.export.formats:
+        check_export(exported_as(recipe), config, facts, name, folder / "export" / name)
+
+
+def exported_as(recipe: DrafterRecipe) -> str:
+    """The method, as exporters know it: a draft model that drafts blocks has a name of its own."""
+    part = recipe.drafter
+    return PARD if part.method == DRAFT_MODEL and part.block_size is not None else part.method
 
 
 def _finish(report: Report, folder: Path) -> int:
