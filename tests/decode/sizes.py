@@ -13,6 +13,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,  # which heads' references have too
     "eos_token_id": 1,
     "pad_token_id": 0,
     "bos_token_id": 2,
