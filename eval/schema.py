@@ -48,6 +48,32 @@ class Tie:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionTest:
+    """Chi-square test that tokens follow the target's distribution, for rules whose output is not token-identical to plain decoding's.
+
+    `tv`: total variation between the binned figures and the uniform law that they must have; `detects_tv`: the smallest one that the test finds with
+    probability `power` at this many tokens.
+    """
+
+    tokens: int
+    bins: int
+    statistic: float
+    p_value: float
+    level: float
+    tv: float
+    detects_tv: float
+    power: float
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.p_value <= 1 and 0 < self.level < 1, "p_value, level", "probabilities", (self.p_value, self.level))
+        _check(0 <= self.tv <= 1 and 0 < self.detects_tv <= 1, "tv, detects_tv", "shares 0..1", (self.tv, self.detects_tv))
+
+    @property
+    def passed(self) -> bool:
+        return self.p_value >= self.level
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lossless:
     lossless_class: str = _key("class")
     status: Literal["pass", "fail"]
@@ -55,11 +81,14 @@ class Lossless:
     identical: int
     ties: list[Tie]
     tokens_checked: int
+    test: DistributionTest | None = None
+    reason: str | None = None
 
     def __post_init__(self) -> None:
         _check(0 <= self.identical <= self.checked, "identical", f"0..checked ({self.checked})", self.identical)
         _check(self.tokens_checked >= 0, "tokens_checked", "a count >= 0", self.tokens_checked)
         if self.passed:
+            _check(self.test is None or self.test.passed, "test", "a p_value >= level under the status 'pass'", self.test and self.test.p_value)
             _check(self.checked > 0, "checked", "at least one prompt behind the status 'pass'", self.checked)
             for tie in self.ties:
                 _check(tie.gap <= tie.bound, "ties", f"a gap <= bound ({tie.bound}) under the status 'pass'", f"{tie.gap} in prompt {tie.prompt}")
@@ -74,6 +103,7 @@ class TokensPerSecond:
     speculative: float
     engine: float
     eager: float | None
+    assisted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +112,13 @@ class Speedup:
     engine_ci: Span
     eager: float | None
     eager_ci: Span | None
+    assisted: float | None = None
+    assisted_ci: Span | None = None
 
     def __post_init__(self) -> None:
         _check_span("engine_ci", self.engine_ci)
         _check_span("eager_ci", self.eager_ci)
+        _check_span("assisted_ci", self.assisted_ci)
         _check((self.eager is None) == (self.eager_ci is None), "eager_ci", "null exactly when eager is null", self.eager_ci)
 
 
@@ -132,6 +165,62 @@ class Cost:
     t_ar_ms: float
     t_verify_ms: float
     t_draft_ms: float
+    overhead_ms: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """MiB. The peaks are measured, `speculation` is counted: what decoding with this drafter needs beyond plain decoding."""
+
+    speculative_peak: float | None
+    engine_peak: float | None
+    speculation: float
+    drafter: float
+
+    def __post_init__(self) -> None:
+        _check(self.speculation >= 0 and self.drafter >= 0, "speculation, drafter", "sizes >= 0", (self.speculation, self.drafter))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the cost model says of this row's draft: the speed-up predicted from its tau, the most that a perfect drafter of this shape would gain,
+    the tau and the acceptance (of one token of a chain) below which it does not pay, and the best length of a chain.
+
+    `fitted`: whether rounds of this very shape were among those that the model was fitted to.
+    """
+
+    depth: int
+    nodes: float
+    predicted: float
+    error: float
+    ceiling: float
+    break_even_tau: float
+    break_even_acceptance: float | None
+    best_length: int | None
+    best_length_speedup: float | None
+    fitted: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A round of one shape: predicted and measured ms. Those with `fitted` false were not used for the fit: their error is a test."""
+
+    batch: int
+    context: int
+    depth: int
+    nodes: int
+    predicted_ms: float
+    measured_ms: float
+    fitted: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostReport:
+    """The cost model: measured conditions as `CostModel.to_json` gives them, predictions beside measurements, and what follows in words."""
+
+    conditions: list[dict[str, Any]]
+    predictions: list[Prediction]
+    words: list[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +247,11 @@ class Row:
     prompts: int
     rounds: int
     cost: Cost
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    observations: int | None = None
+    memory: Memory | None = None
+    load_seconds: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
         _check(self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
@@ -176,6 +270,11 @@ class Row:
     def passed(self) -> bool:
         return self.lossless.passed
 
+    @property
+    def defaults(self) -> bool:
+        """Whether it was sampled as the model's own generation_config says."""
+        return bool(self.sampling.get("model_default"))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -184,6 +283,7 @@ class Piece:
     text: str
     origin: Literal["drafted", "target"]
     round: int
+    offered: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,6 +337,7 @@ class Report:
     training: dict[str, Any] | None
     others: list[Other] = dataclasses.field(default_factory=list)
     drift: Drift | None = dataclasses.field(default_factory=lambda: None)  # None: the target is the original
+    costs: CostReport | None = None
 
     def __post_init__(self) -> None:
         _check(self.schema == SCHEMA, "schema", f"{SCHEMA!r}", f"{self.schema!r}; read it with the version of draftsmith that wrote it")
@@ -312,7 +413,7 @@ def _decode(kind: Any, value: object, at: str) -> Any:
     if kind is float:
         _check(type(value) in (int, float) and math.isfinite(value), at, "a finite number", _type(value))  # type: ignore[arg-type]
         return float(value)  # type: ignore[arg-type]
-    _check(type(value) is kind, at, {int: "a whole number", str: "a string"}[kind], _type(value))
+    _check(type(value) is kind, at, {int: "a whole number", str: "a string", bool: "true or false"}[kind], _type(value))
     return value
 
 
@@ -324,7 +425,9 @@ def _decode_object(kind: Any, value: object, at: str) -> Any:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
             raise UserError(f"{at}: unknown key {key!r}" + (f"; the nearest known key is {near[0]!r}" if near else f"; known are {', '.join(keys)}"))
-    defaults = {field.name for field in dataclasses.fields(kind) if field.default_factory is not dataclasses.MISSING}  # added later
+    # What was added after the first reports were written may be missing: fields that are None, or empty, by default.
+    later = (field for field in dataclasses.fields(kind) if field.default is None or field.default_factory is not dataclasses.MISSING)
+    defaults = {field.name for field in later}
     missing = [key for key, name in keys.items() if key not in value and name not in defaults]
     if missing:
         raise UserError(f"{at}: missing {'keys' if len(missing) > 1 else 'key'} {', '.join(map(repr, missing))}")
