@@ -23,6 +23,7 @@ from .length import CostAware, DraftLength
 from .proposer import Accepted, Extent
 from .sampling import Sampler
 from .tree import DraftTree
+from .trees import StaticTree
 
 Kind = Literal["deterministic", "iid", "without_replacement"]
 
@@ -46,6 +47,8 @@ class Grower(ABC):
         self.kind = kind
         self._policy: DraftLength | None = None
         self._cost: CostAware | None = None
+        self._shape: StaticTree | None = None
+        self._plan: list[tuple[Tensor, Tensor, Tensor]] = []
         candidates = topk + (depth - 1) * topk * topk
         if not depth <= nodes <= candidates:
             raise UserError(f"decode.nodes: wanted {depth} .. {candidates} for depth {depth} and topk {topk}, got {nodes}")
@@ -109,6 +112,36 @@ class Grower(ABC):
         if policy is not None and not self.by_level:
             raise UserError("cost-aware tree: wanted a drafter that drafts level by level, got one that drafts a block at once; use dynamic")
         self._cost = policy
+
+    def follow(self, shape: StaticTree) -> None:
+        """Draft trees of this shape in all rounds (as EAGLE, 2401.15077). Raises UserError for one that does not fit, or with a policy."""
+        if self.kind != "deterministic" or self._policy is not None or self._cost is not None or self.topk == 1:
+            raise UserError(f"static tree: wanted a proposer of dynamic trees without a policy, got topk {self.topk}, kind {self.kind}")
+        if shape.max_depth > self.max_depth or max(shape.width, shape.topk) > self.topk:
+            wanted = f"a tree of depth {self.max_depth} at most, with {self.topk} children a node and {self.topk} expanded nodes a level at most"
+            raise UserError(f"static tree: wanted {wanted}, got depth {shape.max_depth}, {shape.topk} and {shape.width}")
+        self._shape, self.max_depth, self.num_nodes = shape, shape.max_depth, shape.num_nodes
+        self._plan = []
+
+    def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        assert self._shape is not None
+        shape, k = self._shape, self.topk
+        if not self._plan or self._plan[0][0].device != root_B.device:
+            self._shape = shape = shape.on(root_B.device)
+            padded = [(p, r, (c + c[:1] * k)[:k]) for p, r, c in shape.plan()]  # a level is expanded k nodes at a time: the first ones again
+            self._plan = [tuple(torch.tensor(x, device=root_B.device) for x in level) for level in padded]  # type: ignore[misc]
+        offered_BKK = self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0)[0]
+        hidden_BKH, (allowed_BKL, key_BL) = self._hidden_BH.unsqueeze(1).expand(-1, k, -1), self._below_root()
+        levels = [root_B.unsqueeze(1)]
+        for level, (parent_M, rank_M, chosen_K) in enumerate(self._plan, 1):
+            tokens_BM = offered_BKK[:, parent_M, rank_M]
+            levels.append(tokens_BM)
+            if level < self.max_depth:
+                from_K = parent_M[chosen_K]
+                hidden_BKH, allowed_BKL = hidden_BKH[:, from_K], allowed_BKL[:, from_K]
+                hidden_BKH, allowed_BKL = self._level(level, hidden_BKH, tokens_BM[:, chosen_K], allowed_BKL, key_BL)
+                offered_BKK = self._children(hidden_BKH, sampler, noise_BDV, level)[0]
+        return shape.fill(torch.cat(levels, dim=1))
 
     @abstractmethod
     def reset(self, batch: int, capacity: int) -> None:
@@ -174,6 +207,8 @@ class Grower(ABC):
         """Grow the tree below the root."""
         if self.kind != "deterministic":
             return self._sampled(root_B, sampler)
+        if self._shape is not None:
+            return self._static(root_B, sampler, noise_BDV)
         return self._chain(root_B, sampler, noise_BDV) if self.topk == 1 else self._tree(root_B, sampler, noise_BDV)
 
     def _below_root(self) -> tuple[Tensor, Tensor]:

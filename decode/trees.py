@@ -11,12 +11,23 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .. import UserError
 from .tree import DraftTree, relations
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A proposer that can draft trees of one shape in all rounds."""
+
+    topk: int  # candidates of a node, and nodes that it expands at once, where it goes level by level
+
+    def follow(self, shape: StaticTree) -> None:
+        """From now on every tree has this shape. Raises UserError for a shape that is deeper or wider than what the proposer was made for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +71,24 @@ class StaticTree:
     def max_depth(self) -> int:
         """Depth of the deepest node."""
         return len(self.levels)
+
+    @property
+    def width(self) -> int:
+        """Most nodes of one level that have children: so many a drafter that goes level by level has to expand at once."""
+        return max((len(chosen) for _, _, chosen in self.plan()[:-1]), default=1)
+
+    def plan(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """For each level: (which expanded node of the level above is each node's parent, its rank, and which of its nodes are expanded).
+
+        Expanded are the nodes with children; above the first level it is the root alone.
+        """
+        parents, ranks, found, above = self.parents_N.tolist(), self.ranks_N.tolist(), [], [0]
+        for level in self.levels:
+            nodes = list(range(level.start, level.stop))
+            chosen = [node for node in nodes if node in parents[1:]]
+            found.append(([above.index(parents[node]) for node in nodes], [ranks[node] for node in nodes], [node - level.start for node in chosen]))
+            above = chosen
+        return found
 
     def on(self, device: torch.device) -> StaticTree:
         """The same template with its tensors on `device`."""

@@ -244,8 +244,10 @@ def _non_negative(a: Any, b: Any, size: int) -> list[float]:
     return best
 
 
-def explain(condition: Condition, *, tau: float, depth: int, nodes: int, acceptance: Sequence[float], longest: int | None = None) -> list[str]:
-    """What the figures say, one sentence a line. longest: the most tokens in a row that the drafter can draft."""
+def explain(
+    condition: Condition, *, tau: float, depth: int, nodes: int, acceptance: Sequence[float], longest: int | None = None, chain: bool = True
+) -> list[str]:
+    """What the figures say, one sentence a line. longest: the most tokens in a row that the drafter can draft. chain: whether the draft is one."""
     c, shape = condition, f"{depth} deep, {nodes} nodes"
     whole = c.round(depth, nodes)
     parts = (("drafting", c.t_draft(depth)), ("verification", c.t_verify(nodes + 1)), ("the rest", c.overhead(nodes)))
@@ -257,6 +259,8 @@ def explain(condition: Condition, *, tau: float, depth: int, nodes: int, accepta
         f"it pays above tau {c.break_even_tau(depth, nodes):.2f}; "
         f"even a perfect draft of this size ({shape}) gains at most {c.ceiling(depth, nodes):.2f}x",
     ]
+    if not chain:
+        return lines
     most = min(LONGEST, longest or max(2 * depth, 8))
     needed = c.needed_anywhere(most)
     if needed is None:

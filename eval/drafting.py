@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from .. import UserError
 from ..decode.engine import Engine
@@ -13,6 +15,8 @@ from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
 from ..heads.dspark import DSparkProposer
+from ..decode.trees import Follower, StaticTree
+from ..decode.verify import RULES
 from ..heads.registry import Drafter
 from ..recipes.schema import Decode
 from .latency import BUCKETS, verify_latencies
@@ -20,13 +24,24 @@ from .latency import BUCKETS, verify_latencies
 LEAST_CONFIDENCE = 0.3  # of a chain to its end, below which DSpark's ends; that of `Confidence`
 
 
-def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int]) -> Proposer:
-    """The proposer that the settings ask for. prompt: token ids after which latencies are measured, if a policy needs them.
+def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int], rule: str = "shared_noise") -> Proposer:
+    """The proposer that the settings ask for, of drafts that the verification rule is valid for.
 
-    Raises UserError for a policy on a drafter whose drafts do not grow level by level.
+    prompt: token ids after which latencies are measured, if a policy needs them. Raises UserError for settings that the drafter cannot follow, such
+    as a policy where drafts do not grow level by level, or a rule for drawn drafts where they are chosen.
     """
+    if decode.paths is not None:
+        return _static(drafter, decode.paths)
+    kinds = RULES[rule].kinds
     tree = "dynamic" if decode.tree == "cost_aware" else decode.tree
-    proposer = drafter.proposer(tree=tree, depth=decode.depth, topk=decode.topk, nodes=decode.num_nodes)
+    settings: dict[str, Any] = {"tree": tree, "depth": decode.depth, "topk": decode.topk, "nodes": decode.num_nodes}
+    if "deterministic" not in kinds:
+        kind = "iid" if kinds == ("chain",) or "iid" in kinds else "without_replacement"
+        if "kind" not in inspect.signature(drafter.proposer).parameters:
+            valid = ", ".join(name for name, known in RULES.items() if "deterministic" in known.kinds)
+            raise UserError(f"eval.rule: wanted one of {valid}, as {drafter.method} does not draw its drafts, got {rule}")
+        return drafter.proposer(**settings, kind=kind)
+    proposer = drafter.proposer(**settings)
     if decode.tree != "cost_aware" and decode.length is None:
         return proposer
     name = "decode.tree: wanted chain or dynamic" if decode.tree == "cost_aware" else "decode.length: wanted null"
@@ -47,6 +62,18 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     return proposer
 
 
+def _static(drafter: Drafter, paths: Sequence[Sequence[int]]) -> Proposer:
+    shape = StaticTree.from_paths(paths)
+    branching = max(2, shape.width, shape.topk)
+    # Room for the widest dynamic tree of that depth, in whose place the static one comes.
+    nodes = min(max(shape.num_nodes - 1, shape.max_depth), branching + (shape.max_depth - 1) * branching**2)
+    proposer = drafter.proposer(tree="dynamic", depth=shape.max_depth, topk=branching, nodes=nodes)
+    if not isinstance(proposer, Follower):
+        raise UserError(f"decode.tree: wanted chain or dynamic, as {drafter.method} cannot follow a static tree, got static")
+    proposer.follow(shape)
+    return proposer
+
+
 def default_depth(drafter: Drafter, most: int = 5) -> int:
     """Draft tokens in a row where nobody says how many: `most`, or as many as the drafter can."""
     longest: int | None = getattr(drafter, "longest", None)
@@ -54,7 +81,10 @@ def default_depth(drafter: Drafter, most: int = 5) -> int:
 
 
 def plain(decode: Decode) -> Decode:
-    """Without the policies that look at how drafts grow, which not every drafter has."""
+    """Without what not every drafter can follow: policies that look at how drafts grow, and static trees."""
+    if decode.paths is not None:
+        depth = max(map(len, decode.paths))
+        return dataclasses.replace(decode, tree="dynamic", paths=None, length=None, threshold=None, depth=depth, nodes=max(depth, len(decode.paths)))
     return dataclasses.replace(decode, tree="dynamic" if decode.tree == "cost_aware" else decode.tree, length=None, threshold=None)
 
 

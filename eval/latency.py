@@ -110,12 +110,13 @@ def fit_and_test(
     return fit(batch=batch, context=context, t_ar=t_ar, verify=verify.items(), rounds=known), rounds
 
 
-def shapes_around(depth: int, nodes: int, *, longest: int | None, most_nodes: Callable[[int], int], hold_out: bool = False) -> list[Shape]:
+def shapes_around(
+    depth: int, nodes: int, *, longest: int | None, most_nodes: Callable[[int], int], chain: bool, hold_out: bool = False
+) -> list[Shape]:
     """Shapes to fit a model of this one by: shallower and smaller, deeper and larger, all of which the drafter can draft.
 
     most_nodes(depth): the largest tree of that depth. hold_out: without the shape itself, so that predicting it is a test.
     """
-    chain = nodes == depth
     deepest = min(depth + 2, longest) if longest is not None else depth + 2
     if chain:
         wanted = [(d, d) for d in (1, max(1, depth // 2), max(1, depth - 1), deepest)]

@@ -257,6 +257,12 @@ class BlockGrower(Grower):
         values_BDK, index_BDK = self._all_scores(sampler, noise_BDV).log_softmax(-1).topk(self.topk, dim=-1)
         return best_first(root_B, self._target_ids(index_BDK), values_BDK, self.num_nodes - 1)
 
+    def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        assert self._shape is not None
+        self._shape = self._shape.on(root_B.device)
+        scores_BDV = self._all_scores(sampler, noise_BDV)[:, : self.max_depth]
+        return self._shape.fill_by_depth(root_B, self._target_ids(scores_BDV.topk(self._shape.topk, dim=-1).indices))
+
     def _advance(
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
     ) -> Tensor:

@@ -228,6 +228,9 @@ class DSparkProposer(DFlashProposer):
     def _tree(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
         return Grower._tree(self, root_B, sampler, noise_BDV)
 
+    def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
+        return Grower._static(self, root_B, sampler, noise_BDV)
+
     def _advance(
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None
     ) -> Tensor:

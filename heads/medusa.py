@@ -117,6 +117,7 @@ class MedusaProposer:
         self.head, self.taps, self.max_depth, self.topk, self.num_nodes = head, head.taps, depth, topk, nodes + 1
         self.extent = Extent(0, True)
         self._ids = head.draft_ids
+        self._shape: StaticTree | None = None
         self._hidden_BH = torch.empty(0)  # of each row's last accepted token
 
     @property
@@ -146,7 +147,17 @@ class MedusaProposer:
         noise = None if noise_BDV is None else noise_BDV[:, : self.max_depth].index_select(-1, self._ids)
         return self._tree(root_B, sampler.scores(logits_BDV, noise, ids_V=self._ids))
 
+    def follow(self, shape: StaticTree) -> None:
+        """Draft trees of this shape in all rounds, as the paper does. Raises UserError for one that is too deep or too wide."""
+        self.head.check_depth(shape.max_depth)
+        if shape.topk > self.head.config.draft_vocab_size:
+            raise UserError(f"static tree: wanted ranks below {self.head.config.draft_vocab_size}, the draft vocabulary, got {shape.topk - 1}")
+        self._shape = shape.on(self._ids.device)
+        self.max_depth, self.num_nodes, self.topk = shape.max_depth, shape.num_nodes, shape.topk
+
     def _tree(self, root_B: Tensor, scores_BDV: Tensor) -> DraftTree:
+        if self._shape is not None:
+            return self._shape.fill_by_depth(root_B, self._ids[scores_BDV.topk(self.topk, dim=-1).indices])
         if self.topk == 1:
             return DraftTree.chain(torch.cat([root_B.unsqueeze(1), self._ids[scores_BDV.argmax(-1)]], dim=1))
         values_BDK, index_BDK = scores_BDV.log_softmax(-1).topk(self.topk, dim=-1)
@@ -159,10 +170,7 @@ class StaticMedusaProposer(MedusaProposer):
     def __init__(self, head: Medusa, paths: Sequence[Sequence[int]]) -> None:
         shape = StaticTree.from_paths(paths)
         super().__init__(head, depth=shape.max_depth, topk=shape.topk, nodes=shape.num_nodes - 1)
-        self._shape = shape.on(self._ids.device)
-
-    def _tree(self, root_B: Tensor, scores_BDV: Tensor) -> DraftTree:
-        return self._shape.fill_by_depth(root_B, self._ids[scores_BDV.topk(self.topk, dim=-1).indices])
+        self.follow(shape)
 
 
 @torch.no_grad()

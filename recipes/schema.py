@@ -261,7 +261,8 @@ class Decode(Section):
     """The draft tree that is measured while training and in the final evaluation."""
 
     section = "decode"
-    tree: Literal["dynamic", "chain", "cost_aware"] = "chain"  # cost_aware: dynamic, as large as it pays by latencies measured at the start
+    # cost_aware: dynamic, as large as it pays by latencies measured at the start. static: of one shape, `paths`.
+    tree: Literal["dynamic", "chain", "cost_aware", "static"] = "chain"
     depth: Size = 5
     topk: Size = 4  # children a node of a dynamic tree
     nodes: Size | None = None  # draft nodes a round, root not counted; null: `depth` for a chain, 16 (or depth, if more) for a dynamic tree
@@ -269,15 +270,30 @@ class Decode(Section):
     # decides a chain's depth round by round; null: always `depth`
     length: Literal["additive", "acceptance", "confidence", "entropy", "expected", "predicted"] | None = None
     threshold: Annotated[float, Bound(">", 0), Bound("<", 1)] | None = None  # of acceptance, below which confidence, entropy and predicted stop
+    paths: list[Annotated[list[Count], Items()]] | None = None  # of a static tree: [0, 2] is the third-best child of the best; depth and nodes follow
 
     @property
     def num_nodes(self) -> int:
         """Draft nodes a round, root not counted, with null resolved."""
+        if self.paths is not None:
+            return len(self.paths)
         if self.nodes is not None:
             return self.nodes
         return self.depth if self.tree == "chain" else max(16, self.depth)
 
     def check_together(self) -> None:
+        if (self.tree == "static") != (self.paths is not None):
+            raise misfit("decode.paths", "a list of paths with decode.tree static, else null", self.paths)
+        if self.paths is not None:
+            known = {tuple(path) for path in self.paths}
+            if not known or len(known) < len(self.paths):
+                raise misfit("decode.paths", "at least one path, all different", self.paths)
+            for path in known:
+                if len(path) > 1 and path[:-1] not in known:
+                    raise misfit("decode.paths", "the parent of every path", list(path), f"add {list(path[:-1])}")
+            if self.length is not None:
+                raise misfit("decode.length", "null, as decode.tree is static", self.length)
+            return
         if self.tree == "chain" and self.num_nodes != self.depth:
             raise misfit("decode.nodes", f"null, or decode.depth ({self.depth}) as the tree is a chain", self.nodes)
         if self.num_nodes < self.depth:
@@ -301,12 +317,17 @@ class Eval(Section):
     max_new_tokens: Size = 128
     prompt_chars: Size = 240
     temperatures: Annotated[list[NonNegative], Items(distinct=True)] = field(default_factory=lambda: [0.0, 1.0])
+    default_sampling: bool = False  # a row more, sampled as the model's own generation_config says
     batch: Annotated[list[Size], Items(distinct=True)] = field(default_factory=lambda: [1])
+    rule: Text = "shared_noise"  # how drafts are judged: one of decode/verify.py's, valid for the drafts that the drafter makes
     timed_prompts: Size | None = None  # prompts whose speed is measured, at batch 1; the others go through the gate in batches; null: all
     gate_batch: Size = 8  # prompts a batch of those that are not timed
     threads: Size | None = None  # of the CPU; null: measured, the fastest is taken
     eager: bool = True  # time transformers' own generate too
-    others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it, such as prompt_lookup
+    assisted: bool = True  # time transformers' assisted generation too, if the drafter is a causal LM
+    floor: bool = True  # measure prompt lookup beside it: what costs nothing
+    others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it, such as suffix_automaton
+    costs: bool = True  # fit the cost model: what limits the speed-up
     bootstrap: Size = 2000  # resamples behind the intervals
     seed: Seed = 0
 
