@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +32,13 @@ DRAFTER_HELP = (
     "hybrid:A+B with two of these, whose trees are merged; "
     "cascade:INNER+DRAFT with prompt_lookup, suffix_automaton or token_recycling, which drafts for a causal LM, which drafts for the target; "
     "early_exit:LAYERS, such as early_exit:0-3, with some of the target's own layers"
+)
+SUITE_HELP = (
+    '"stdlib", a .jsonl of prompts, or one of mt_bench, humaneval, gsm8k, alpaca, cnn_dm, spec_bench, speed_bench, from the hub or, '
+    "as NAME:FILE.jsonl, from a local copy"
+)
+TREE_HELP = (
+    "chain, dynamic, or cost_aware: as large as it pays by latencies measured at the start; as tuned (tuning.json) if nothing is given, or chain"
 )
 CrossTokenizer = Annotated[bool, typer.Option(help="let a causal LM draft that has another tokenizer, with the tokens that both have")]
 Template = Annotated[
@@ -62,13 +71,17 @@ def eval_command(
     drafter: Annotated[str, typer.Argument(help=DRAFTER_HELP)],
     out: Annotated[Path, typer.Option(help="folder for report.json, report.md and report.html")],
     target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
-    suite: Annotated[str, typer.Option(help='"stdlib", or a .jsonl of prompts')] = "stdlib",
+    suite: Annotated[str, typer.Option(help=SUITE_HELP)] = "stdlib",
     num_prompts: int = 64,
     max_new_tokens: int = 128,
-    temperature: Annotated[list[float] | None, typer.Option(help="may be given several times; 0 and 1 if not given")] = None,
-    tree: Annotated[str, typer.Option(help="chain, dynamic, or cost_aware: as large as it pays by latencies measured at the start")] = "chain",
+    temperature: Annotated[
+        list[str] | None, typer.Option(help='several: --temperature 0 1, or 0,1; "default": as the model\'s own settings; 0 and 1 if not given')
+    ] = None,
+    batch: Annotated[list[str] | None, typer.Option(help="sizes that get rows beside batch 1, several: --batch 4 8, or 4,8")] = None,
+    rule: Annotated[str, typer.Option(help="how drafts are judged; shared_noise is token-identical to plain decoding")] = "shared_noise",
+    tree: Annotated[str | None, typer.Option(help=TREE_HELP)] = None,
     depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
-    topk: int = 4,
+    topk: Annotated[int | None, typer.Option(help="children a node of a tree; 4 if not given")] = None,
     nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
     length: Annotated[
         str | None, typer.Option(help="additive, acceptance, confidence, entropy, expected or predicted: decides a chain's depth round by round")
@@ -81,66 +94,66 @@ def eval_command(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; measured if not given")] = None,
     eager: Annotated[bool, typer.Option(help="time transformers' own generate too")] = True,
+    assisted: Annotated[bool, typer.Option(help="time transformers' assisted generation too, if the drafter is a causal LM")] = True,
+    floor: Annotated[bool, typer.Option(help="measure prompt lookup beside it: what costs nothing")] = True,
+    costs: Annotated[bool, typer.Option(help="fit the cost model: what limits the speed-up")] = True,
     other: Annotated[list[str] | None, typer.Option(help="another drafter, on the timed prompts; may be given several times")] = None,
     seed: int = 0,
     cross_tokenizer: CrossTokenizer = False,
     template: Template = None,
 ) -> None:
-    """Measure a drafter: the losslessness gate, tau, and the speed against both baselines. Exits with 1 if the gate fails."""
-    from .decode.prompts import render_prompt
-    from .decode.sampling import SamplingParams
-    from .decode.target import Target
-    from .eval.drafting import default_depth, make_proposer, plain
-    from .eval.drift import measure_drift, original_outputs
-    from .eval.harness import Settings, build_report, choose_threads, evaluate
-    from .eval.report import terminal_table, write_report
-    from .eval.suites import load_suite
-    from .heads.registry import open_drafter, tunes_target
-    from .recipes.schema import Decode, TargetRef
+    """Measure a drafter: the losslessness gate, tau, and the speed against all baselines. Exits with 1 if the gate fails."""
+    import time
 
-    temperatures = [0.0, 1.0] if temperature is None else temperature
-    for value in temperatures:
-        SamplingParams(temperature=value)
+    from .decode.target import Target
+    from .eval.drafting import decode_settings
+    from .eval.evaluation import evaluate_drafter
+    from .eval.report import terminal_table, write_report
+    from .heads.tuning import read_tuning
+    from .recipes.schema import Decode, Eval, TargetRef
+
     counts = {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens, "timed-prompts": timed_prompts, "threads": threads}
     for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
         if number is not None and number < 1:
             raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
-    Decode(tree=tree, length=length, threshold=threshold)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
-    prompts = load_suite(suite, num_prompts, split="test", seed=seed)
-    loaded = Target.load(TargetRef(path=target).location)
-    original = original_outputs(loaded, prompts, max_new_tokens) if tunes_target(drafter) else None
-    head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
-    _use_template(loaded, contract, template)
-    others = {name: open_drafter(name, loaded, cross_tokenizer=cross_tokenizer)[0] for name in other or []}
-    settings = Settings(
-        temperatures=temperatures, max_new_tokens=max_new_tokens, timed_prompts=timed_prompts, threads=threads, eager=eager, seed=seed
+    if tree == "static":
+        raise UserError("--tree: wanted chain, dynamic or cost_aware, got static; static trees come from draftsmith tune, or a recipe's decode.paths")
+    temperatures, default = _temperatures(temperature)
+    part = Eval(
+        suite=suite,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        temperatures=temperatures,
+        default_sampling=default,
+        batch=_sizes("batch", batch),
+        rule=rule,
+        timed_prompts=timed_prompts,
+        threads=threads,
+        eager=eager,
+        assisted=assisted,
+        floor=floor,
+        costs=costs,
+        others=other or [],
+        seed=seed,
     )
-    assert loaded.tokenizer is not None
-    first = render_prompt(loaded.tokenizer, prompts.prompts[0])
-    depth = default_depth(head) if depth is None else depth
-    decode = Decode(tree=tree, depth=depth, topk=topk, nodes=None if tree == "chain" else nodes, length=length, threshold=threshold)  # type: ignore[arg-type]
-    make_proposer(head, plain(decode), loaded, first)  # a draft that it cannot make is found out before anything is measured
-    used = choose_threads(loaded, first, settings)
-    proposer = make_proposer(head, decode, loaded, first)
+    settings: dict[str, Any] = {"tree": tree, "depth": depth, "topk": topk, "nodes": nodes, "length": length, "threshold": threshold}
+    Decode(tree=tree or "chain", length=length, threshold=threshold)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
+    tuning = read_tuning(drafter) if all(value is None for value in settings.values()) else None
+    began = time.perf_counter()
+    loaded = Target.load(TargetRef(path=target).location)
+    seconds = time.perf_counter() - began
     with console.status("evaluation") as status:
-        measured = evaluate(
+        report, _, _ = evaluate_drafter(
             loaded,
-            proposer,
-            prompts,
-            settings,
-            lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts"),
-            {name: make_proposer(another, plain(decode), loaded, first) for name, another in others.items()},
+            drafter,
+            lambda head: decode_settings(head, tuning, **settings),
+            part,
+            cross_tokenizer=cross_tokenizer,
+            opened=lambda contract: _use_template(loaded, contract, template),
+            target_seconds=seconds,
+            tuned=None if tuning is None else tuning.device,
+            progress=lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts"),
         )
-    description = {
-        "method": head.method,
-        "parameters": sum(p.numel() for p in head.parameters()),
-        "tree": tree,
-        "depth": depth,
-        "nodes": proposer.num_nodes - 1,
-        "contract": contract,
-    }
-    drift = None if original is None else measure_drift(loaded, original)
-    report = build_report(loaded, description, prompts, settings, measured, None, used, drift)
     files = write_report(report, out)
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)
@@ -162,6 +175,31 @@ def _use_template(target: Target, contract: dict[str, Any], options: list[str] |
     set_template(target.tokenizer, trained | given)
     if differing := [name for name in given if "template" in contract and given[name] != trained.get(name)]:
         print(f"note: the drafter was trained with the template's variables {trained}, not with this {', '.join(differing)}", file=sys.stderr)
+
+
+def _temperatures(given: list[str] | None) -> tuple[list[float], bool]:
+    """(temperatures, whether the model's own settings are asked for too)."""
+    words = [word for text in given or ["0,1"] for word in text.split(",") if word]
+    found: list[float] = []
+    for word in words:
+        try:
+            value = 0.0 if word == "default" else float(word)
+        except ValueError as error:
+            raise UserError(f"--temperature: wanted numbers >= 0 or default, got {word!r}") from error
+        if not (value >= 0 and value < float("inf")):
+            raise UserError(f"temperature: wanted a finite number >= 0, got {word}")
+        if word != "default" and value not in found:
+            found.append(value)
+    if not found:
+        raise UserError("--temperature: wanted a number beside default, got none; add 0, to which the other rows are compared")
+    return found, "default" in words
+
+
+def _sizes(name: str, given: list[str] | None) -> list[int]:
+    words = [word for text in given or ["1"] for word in text.split(",") if word]
+    if not words or not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise UserError(f"--{name}: wanted integers >= 1, got {' '.join(words) or 'nothing'}")
+    return list(dict.fromkeys(int(word) for word in words))
 
 
 @app.command()
@@ -201,8 +239,9 @@ def generate(
     from .decode.prompts import eos_ids, render_prompt
     from .decode.sampling import SamplingParams
     from .decode.target import Target
-    from .eval.drafting import default_depth
+    from .eval.drafting import decode_settings, make_proposer
     from .heads.registry import open_drafter
+    from .heads.tuning import read_tuning
     from .recipes.schema import TargetRef
 
     params = SamplingParams(temperature=temperature, seed=seed)
@@ -217,7 +256,8 @@ def generate(
         console.print(tokenizer.decode(new[drafted:], skip_special_tokens=True), end="", markup=False, highlight=False)
 
     ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-    out = Engine(loaded, head.proposer(depth=default_depth(head) if depth is None else depth)).generate(
+    decode = decode_settings(head, read_tuning(drafter), depth=depth)
+    out = Engine(loaded, make_proposer(head, decode, loaded, ids)).generate(
         [ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show
     )
     new, rounds = len(out.tokens[0]) - 1, len(out.rounds[0])
@@ -358,10 +398,23 @@ def copy(name: str, destination: Path) -> None:
     destination.write_text(text, encoding="utf-8")
 
 
+def spread(arguments: Sequence[str], names: Sequence[str] = ("--temperature", "--batch")) -> list[str]:
+    """`--batch 1 4` as `--batch 1 --batch 4`: options of several values, which click takes one at a time."""
+    out: list[str] = []
+    open_name = ""
+    for word in arguments:
+        if word.startswith("-"):
+            open_name = word if word in names else ""
+        elif open_name and out[-1] != open_name and re.fullmatch(r"[\d.,]+|default", word):
+            out.append(open_name)
+        out.append(word)
+    return out
+
+
 def main() -> None:
     """Entry point: a UserError is one line and exit code 2."""
     try:
-        app()
+        app(args=spread(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -47,7 +47,7 @@ class Grower(ABC):
         self.kind = kind
         self._policy: DraftLength | None = None
         self._cost: CostAware | None = None
-        self._shape: StaticTree | None = None
+        self._static_shape: StaticTree | None = None
         self._plan: list[tuple[Tensor, Tensor, Tensor]] = []
         candidates = topk + (depth - 1) * topk * topk
         if not depth <= nodes <= candidates:
@@ -120,14 +120,14 @@ class Grower(ABC):
         if shape.max_depth > self.max_depth or max(shape.width, shape.topk) > self.topk:
             wanted = f"a tree of depth {self.max_depth} at most, with {self.topk} children a node and {self.topk} expanded nodes a level at most"
             raise UserError(f"static tree: wanted {wanted}, got depth {shape.max_depth}, {shape.topk} and {shape.width}")
-        self._shape, self.max_depth, self.num_nodes = shape, shape.max_depth, shape.num_nodes
+        self._static_shape, self.max_depth, self.num_nodes = shape, shape.max_depth, shape.num_nodes
         self._plan = []
 
     def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        assert self._shape is not None
-        shape, k = self._shape, self.topk
+        assert self._static_shape is not None
+        shape, k = self._static_shape, self.topk
         if not self._plan or self._plan[0][0].device != root_B.device:
-            self._shape = shape = shape.on(root_B.device)
+            self._static_shape = shape = shape.on(root_B.device)
             padded = [(p, r, (c + c[:1] * k)[:k]) for p, r, c in shape.plan()]  # a level is expanded k nodes at a time: the first ones again
             self._plan = [tuple(torch.tensor(x, device=root_B.device) for x in level) for level in padded]  # type: ignore[misc]
         offered_BKK = self._children(self._hidden_BH.unsqueeze(1), sampler, noise_BDV, 0)[0]
@@ -207,7 +207,7 @@ class Grower(ABC):
         """Grow the tree below the root."""
         if self.kind != "deterministic":
             return self._sampled(root_B, sampler)
-        if self._shape is not None:
+        if self._static_shape is not None:
             return self._static(root_B, sampler, noise_BDV)
         return self._chain(root_B, sampler, noise_BDV) if self.topk == 1 else self._tree(root_B, sampler, noise_BDV)
 

@@ -11,6 +11,7 @@ Dims: N tokens of one text, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ def places(target: Target, prompt: Sequence[int], tokens: Sequence[int], params:
     above_N = (p_NV * (p_NV > own_N1)).sum(1)
     alike_N = (p_NV * (p_NV == own_N1)).sum(1)
     uniform_N = torch.rand(len(above_N), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(target.device)
-    return ((above_N + uniform_N * alike_N) / p_NV.sum(1)).clamp(0, 1 - 1e-12).tolist()  # type: ignore[no-any-return]
+    return ((above_N + uniform_N * alike_N) / p_NV.sum(1)).clamp(0, 1 - 1e-12).tolist()
 
 
 def uniformity(values: Sequence[float], level: float = LEVEL) -> DistributionTest | None:
@@ -75,15 +76,33 @@ def chi_square_tail(statistic: float, freedom: float) -> float:
     return float(tail.clamp(0, 1))
 
 
-def power_of(shift: float, freedom: int, level: float) -> float:
-    """P(the test rejects) if the statistic is a non-central chi-square of this non-centrality: a Poisson mixture of central ones."""
+@functools.cache
+def critical(freedom: int, level: float) -> float:
+    """The statistic that is exceeded with probability `level`."""
     low, high = 0.0, 10.0 * freedom + 100
-    for _ in range(80):  # the critical value
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if chi_square_tail(middle, freedom) > level else (low, middle)
-    terms = range(int(shift / 2 + 12 * math.sqrt(shift / 2 + 1)) + 30)
-    logs = [i * math.log(shift / 2) - shift / 2 - math.lgamma(i + 1) if shift else (0.0 if i == 0 else -math.inf) for i in terms]
-    return sum(math.exp(log) * chi_square_tail(high, freedom + 2 * i) for i, log in enumerate(logs) if log > -60)
+    return high
+
+
+def power_of(shift: float, freedom: int, level: float) -> float:
+    """P(the test rejects) if the statistic is a non-central chi-square of this non-centrality: a Poisson mixture of central ones."""
+    terms = torch.arange(int(shift / 2 + 12 * math.sqrt(shift / 2 + 1)) + 30, dtype=torch.float64)
+    half = torch.tensor(shift / 2, dtype=torch.float64)
+    weights = (torch.xlogy(terms, half) - half - torch.lgamma(terms + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, critical(freedom, level) / 2))
+    return float((weights * tails).sum())
+
+
+@functools.cache
+def needed_shift(freedom: int, level: float, power: float) -> float:
+    """The non-centrality at which the test rejects with probability `power`."""
+    low, high = 0.0, 1000.0 + 10 * freedom
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if power_of(middle, freedom, level) < power else (low, middle)
+    return high
 
 
 def detectable(count: int, bins: int, level: float, power: float) -> float:
@@ -91,8 +110,4 @@ def detectable(count: int, bins: int, level: float, power: float) -> float:
 
     The statistic's non-centrality is count * bins * sum (p_i - 1 / bins)^2 >= 4 count d^2, equal where it is spread evenly: the hardest case.
     """
-    low, high = 0.0, 1000.0 + 10 * bins
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if power_of(middle, bins - 1, level) < power else (low, middle)
-    return math.sqrt(high / (4 * count))
+    return math.sqrt(needed_shift(bins - 1, level, power) / (4 * count))

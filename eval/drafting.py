@@ -18,6 +18,7 @@ from ..heads.dspark import DSparkProposer
 from ..decode.trees import Follower, StaticTree
 from ..decode.verify import RULES
 from ..heads.registry import Drafter
+from ..heads.tuning import Tuning
 from ..recipes.schema import Decode
 from .latency import BUCKETS, verify_latencies
 
@@ -40,7 +41,9 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
         if "kind" not in inspect.signature(drafter.proposer).parameters:
             valid = ", ".join(name for name, known in RULES.items() if "deterministic" in known.kinds)
             raise UserError(f"eval.rule: wanted one of {valid}, as {drafter.method} does not draw its drafts, got {rule}")
-        return drafter.proposer(**settings, kind=kind)
+        drawing: Any = drafter
+        drawn: Proposer = drawing.proposer(**settings, kind=kind)
+        return drawn
     proposer = drafter.proposer(**settings)
     if decode.tree != "cost_aware" and decode.length is None:
         return proposer
@@ -78,6 +81,27 @@ def default_depth(drafter: Drafter, most: int = 5) -> int:
     """Draft tokens in a row where nobody says how many: `most`, or as many as the drafter can."""
     longest: int | None = getattr(drafter, "longest", None)
     return most if longest is None else min(most, longest)
+
+
+def decode_settings(
+    drafter: Drafter,
+    tuning: Tuning | None,
+    *,
+    tree: str | None = None,
+    depth: int | None = None,
+    topk: int | None = None,
+    nodes: int | None = None,
+    length: str | None = None,
+    threshold: float | None = None,
+) -> Decode:
+    """What was asked for; what the drafter was tuned to if nothing was; else a chain. Raises UserError for settings that do not fit each other."""
+    asked = (tree, depth, topk, nodes, length, threshold)
+    if tuning is not None and all(value is None for value in asked):
+        return Decode(**tuning.decode)
+    tree = tree or "chain"
+    depth = default_depth(drafter) if depth is None else depth
+    shape: dict[str, Any] = {"tree": tree, "depth": depth, "topk": topk or 4, "nodes": None if tree == "chain" else nodes}
+    return Decode(**shape, length=length, threshold=threshold)  # type: ignore[arg-type]
 
 
 def plain(decode: Decode) -> Decode:

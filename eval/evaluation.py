@@ -1,12 +1,16 @@
 """The evaluation, for the command and after a training alike: drafter, target and settings in, report out.
 
-report = run_evaluation(target, drafter, contract, Decode(depth=4), Eval(num_prompts=16))
+    report, drafter, contract = evaluate_drafter(target, "runs/quickstart/drafter", Decode(depth=4), Eval(num_prompts=16))
+
+It is the one path to a report: what is measured does not depend on who asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .. import UserError
@@ -14,11 +18,12 @@ from ..decode.prompts import render_prompt
 from ..decode.proposer import DeviceProposer, Proposer
 from ..decode.target import Target
 from ..decode.verify import rule_for
-from ..heads.registry import Drafter, open_drafter
+from ..heads.registry import Drafter, open_drafter, tunes_target
 from ..heads.standalone import Standalone
 from ..recipes.schema import Decode, Eval
 from .cost_model import LONGEST, Condition, CostModel, explain, fit
 from .drafting import make_proposer, plain
+from .drift import measure_drift, original_outputs
 from .harness import Measured, Progress, Settings, build_report, choose_threads, evaluate
 from .latency import BUCKETS, Shape, fit_and_test, shapes_around, verify_latencies
 from .memory import MIB, drafter_bytes
@@ -47,6 +52,39 @@ def settings_of(part: Eval) -> Settings:
         bootstrap=part.bootstrap,
         seed=part.seed,
     )
+
+
+def evaluate_drafter(
+    target: Target,
+    name: str | Path,
+    decode: Decode | Callable[[Drafter], Decode],
+    part: Eval,
+    *,
+    cross_tokenizer: bool = False,
+    opened: Callable[[dict[str, Any]], None] = lambda _: None,
+    training: dict[str, Any] | None = None,
+    target_seconds: float | None = None,
+    tuned: str | None = None,
+    progress: Progress = lambda *_: None,
+) -> tuple[Report, Drafter, dict[str, Any]]:
+    """Open a drafter (whatever `open_drafter` takes) and measure it: (report, drafter, contract).
+
+    decode: the settings, or what makes them once the drafter is known. opened(contract): called before prompts are rendered. target_seconds: how long the target took to load, if that is known.
+    The original of a target that was tuned with the drafter answers the prompts before the drafter's adapter is merged. Raises UserError as
+    `run_evaluation` does.
+    """
+    settings_of(part)  # what is wrong with them is found out before anything is loaded
+    suite = load_suite(part.suite, part.num_prompts, split="test", prompt_chars=part.prompt_chars, seed=part.seed)
+    original = original_outputs(target, suite, part.max_new_tokens) if tunes_target(name) else None
+    began = time.perf_counter()
+    drafter, contract = open_drafter(name, target, cross_tokenizer=cross_tokenizer)
+    seconds = {"drafter": time.perf_counter() - began} | ({} if target_seconds is None else {"target": target_seconds})
+    opened(contract)
+    others = {other: open_drafter(other, target, cross_tokenizer=cross_tokenizer)[0] for other in part.others}
+    drift = None if original is None else measure_drift(target, original)
+    used = decode(drafter) if callable(decode) else decode
+    about: dict[str, Any] = {"training": training, "drift": drift, "load_seconds": seconds, "tuned": tuned, "suite": suite, "progress": progress}
+    return run_evaluation(target, drafter, contract, used, part, others=others, **about), drafter, contract
 
 
 def run_evaluation(

@@ -80,7 +80,7 @@ class Settings:
     seed: int = 0
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Of the intervals."""
         return {"resamples": self.bootstrap, "seed": self.seed}
 
@@ -600,7 +600,6 @@ def build_report(
     costs: CostReport | None = None,
 ) -> Report:
     """The report, with everything recorded that can change a number. threads: what `choose_threads` said. drift: of a target that was tuned."""
-    device = torch.cuda.get_device_name() if target.device.type == "cuda" else _cpu_name()
     return Report(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         target={
@@ -612,7 +611,7 @@ def build_report(
         },
         drafter=drafter,
         hardware={
-            "device": device,
+            "device": device_name(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             **threads,
@@ -646,6 +645,11 @@ def build_report(
         drift=drift,
         costs=costs,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def short_name(name: str) -> str:

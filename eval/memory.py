@@ -64,4 +64,4 @@ def speculation_bytes(engine: Engine, batch: int) -> int:
     slot = sum(t.nbytes // t.shape[-2] for t in target.tensors())  # [.., slots, width]
     extra = (nodes - 1) + (engine.max_depth) * (1 + engine.overlap)
     logits = batch * (nodes - 1) * target.vocab_size * (target.dtype.itemsize + 4)
-    return state + slot * extra + logits
+    return int(state + slot * extra + logits)

@@ -258,10 +258,10 @@ class BlockGrower(Grower):
         return best_first(root_B, self._target_ids(index_BDK), values_BDK, self.num_nodes - 1)
 
     def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        assert self._shape is not None
-        self._shape = self._shape.on(root_B.device)
+        assert self._static_shape is not None
+        self._static_shape = self._static_shape.on(root_B.device)
         scores_BDV = self._all_scores(sampler, noise_BDV)[:, : self.max_depth]
-        return self._shape.fill_by_depth(root_B, self._target_ids(scores_BDV.topk(self._shape.topk, dim=-1).indices))
+        return self._static_shape.fill_by_depth(root_B, self._target_ids(scores_BDV.topk(self._static_shape.topk, dim=-1).indices))
 
     def _advance(
         self, fed_BKH: Tensor, ids_BK: Tensor, position_BK: Tensor, slots_BK: Tensor, allowed_BKL: Tensor, key_BL: Tensor, start: int | None

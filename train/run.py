@@ -16,17 +16,13 @@ from rich.console import Console
 
 from .. import UserError
 from ..decode.light import LightTarget
-from ..decode.prompts import render_prompt
 from ..decode.target import Target
-from ..eval.drafting import make_proposer, plain
-from ..eval.drift import measure_drift, original_outputs
-from ..eval.harness import Settings, build_report, choose_threads, evaluate
+from ..eval.evaluation import evaluate_drafter
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
-from ..eval.suites import load_suite
 from ..heads.export.common import DRAFT_MODEL, PARD, TargetFacts
 from ..heads.export.write import check_export, export, loader_of, read_tuning, source_of
-from ..heads.registry import METHODS, head_config, open_drafter, tunes_target
+from ..heads.registry import METHODS, head_config
 from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
 from . import tuning
 from .acceptance import add_predictor
@@ -161,46 +157,16 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
 
 def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> Report:
     """The evaluation that follows every training."""
-    part = recipe.eval
-    unsupported = [size for size in part.batch if size != 1]
-    if unsupported:
-        raise UserError(f"eval.batch: wanted [1], got {part.batch}; timings of larger batches are not supported yet")
-    suite = load_suite(part.suite, part.num_prompts, split="test", prompt_chars=part.prompt_chars, seed=part.seed)
-    settings = Settings(
-        temperatures=part.temperatures,
-        max_new_tokens=part.max_new_tokens,
-        eager=part.eager,
-        timed_prompts=part.timed_prompts,
-        gate_batch=part.gate_batch,
-        threads=part.threads,
-        bootstrap=part.bootstrap,
-        seed=part.seed,
-    )
-    original = original_outputs(target, suite, part.max_new_tokens) if tunes_target(folder / "drafter") else None
-    drafter, contract = open_drafter(folder / "drafter", target)
-    drift = None if original is None else measure_drift(target, original)
-    assert target.tokenizer is not None
-    prompt = render_prompt(target.tokenizer, suite.prompts[0])
-    threads = choose_threads(target, prompt, settings)
     with progress_bar(True) as bar:
-        task = bar.add_task("evaluation", total=part.num_prompts, note="")
-        measured = evaluate(
+        task = bar.add_task("evaluation", total=recipe.eval.num_prompts, note="")
+        report, drafter, contract = evaluate_drafter(
             target,
-            make_proposer(drafter, recipe.decode, target, prompt),
-            suite,
-            settings,
-            lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
-            {name: make_proposer(open_drafter(name, target)[0], plain(recipe.decode), target, prompt) for name in part.others},
+            folder / "drafter",
+            recipe.decode,
+            recipe.eval,
+            training=figures,
+            progress=lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
         )
-    description = {
-        "method": drafter.method,
-        "parameters": sum(p.numel() for p in drafter.parameters()),
-        "tree": recipe.decode.tree,
-        "depth": recipe.decode.depth,
-        "nodes": recipe.decode.num_nodes,
-        "contract": contract,
-    }
-    report = build_report(target, description, suite, settings, measured, figures, threads, drift)
     write_report(report, folder / "eval")
     if recipe.export.formats:
         source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
