@@ -14,9 +14,9 @@ from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLe
 from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
 from ..decode.target import Target
-from ..heads.dspark import DSparkProposer
 from ..decode.trees import Follower, StaticTree
 from ..decode.verify import RULES
+from ..heads.dspark import DSparkProposer
 from ..heads.registry import Drafter
 from ..heads.tuning import Tuning
 from ..recipes.schema import Decode

@@ -69,7 +69,8 @@ def evaluate_drafter(
 ) -> tuple[Report, Drafter, dict[str, Any]]:
     """Open a drafter (whatever `open_drafter` takes) and measure it: (report, drafter, contract).
 
-    decode: the settings, or what makes them once the drafter is known. opened(contract): called before prompts are rendered. target_seconds: how long the target took to load, if that is known.
+    decode: the settings, or what makes them once the drafter is known. opened(contract): called before prompts are
+    rendered. target_seconds: how long the target took to load, if that is known.
     The original of a target that was tuned with the drafter answers the prompts before the drafter's adapter is merged. Raises UserError as
     `run_evaluation` does.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from draftsmith import UserError
@@ -11,7 +13,7 @@ from draftsmith.decode.target import Target
 from draftsmith.decode.trees import Follower, StaticTree
 from draftsmith.eval.drafting import make_proposer
 from draftsmith.eval.trace import trace
-from draftsmith.heads.registry import new_head
+from draftsmith.heads.registry import new_head, open_drafter
 from draftsmith.heads.standalone import Standalone
 from draftsmith.recipes.schema import Decode
 
@@ -72,22 +74,22 @@ def test_decoding_with_a_static_tree_is_token_identical(target: Target, method: 
 
 def test_shapes_that_do_not_fit_are_refused(target: Target) -> None:
     draft = Standalone(tiny_target(seed=1)).bind(target)
-    for settings, paths, says in (
+    drafts: list[tuple[dict[str, Any], list[list[int]], str]] = [
         ({"tree": "dynamic", "depth": 2, "topk": 2, "nodes": 4}, [[0], [0, 0], [0, 0, 0]], "a tree of depth 2 at most"),
         ({"tree": "dynamic", "depth": 2, "topk": 2, "nodes": 4}, [[0], [1], [2]], "with 2 children a node"),
         ({"tree": "chain", "depth": 2}, [[0]], "wanted a proposer of dynamic trees"),
-    ):
+    ]
+    for settings, paths, says in drafts:
         with pytest.raises(UserError, match=says):
-            draft.proposer(**settings).follow(StaticTree.from_paths(paths))  # type: ignore[arg-type]
+            draft.proposer(**settings).follow(StaticTree.from_paths(paths))
     with pytest.raises(UserError, match="cannot follow a static tree"):
-        from draftsmith.heads.registry import open_drafter
-
         make_proposer(open_drafter("prompt_lookup", target)[0], Decode(tree="static", paths=[[0]]), target, PROMPT)
-    for settings, says in (
+    recipes: list[tuple[dict[str, Any], str]] = [
         ({"tree": "static"}, "decode.paths: wanted a list of paths with decode.tree static"),
         ({"paths": [[0]]}, "decode.paths: wanted a list of paths with decode.tree static, else null"),
         ({"tree": "static", "paths": [[0, 1]]}, r"the parent of every path, got \[0, 1\]; add \[0\]"),
         ({"tree": "static", "paths": [[0], [0]]}, "all different"),
-    ):
+    ]
+    for settings, says in recipes:
         with pytest.raises(UserError, match=says):
-            Decode(**settings)  # type: ignore[arg-type]
+            Decode(**settings)

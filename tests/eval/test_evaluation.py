@@ -9,7 +9,9 @@ import pytest
 import torch
 from draftsmith import UserError
 from draftsmith.decode import engine as engine_module
+from draftsmith.decode.draw import PhiloxChance
 from draftsmith.decode.engine import Engine, Generation, Round
+from draftsmith.decode.prompts import render_prompt
 from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
@@ -159,8 +161,8 @@ def test_a_biased_rule_is_found_by_the_test_of_distributions(target: Target, mon
     """Draft tokens are taken too readily: with probability sqrt(p) instead of p."""
     draft = Standalone(tiny(1)).bind(target)
     settings = Settings(temperatures=(1.0,), max_new_tokens=64, rule="one_hot", timed_prompts=1, **QUICK)
-    honest = engine_module.PhiloxChance.accept
-    monkeypatch.setattr(engine_module.PhiloxChance, "accept", lambda self, p, site: honest(self, p.sqrt(), site))
+    honest = PhiloxChance.accept
+    monkeypatch.setattr(PhiloxChance, "accept", lambda self, p, site: honest(self, p.sqrt(), site))
     (row,) = evaluate(target, draft.proposer(tree="dynamic", depth=2, topk=4, nodes=8), suite(6), settings).rows
     assert not row.passed and row.lossless.test is not None and row.lossless.test.p_value < 1e-3
     assert "do not follow the target's distribution" in str(row.lossless.reason)
@@ -196,15 +198,19 @@ def test_categories_have_rows_that_add_up(target: Target) -> None:
 def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest.MonkeyPatch) -> None:
     chatting = tiny(chat=True)
     seen: list[list[dict[str, str]]] = []
-    honest = harness.render_prompt
-    monkeypatch.setattr(harness, "render_prompt", lambda tokenizer, messages: seen.append([dict(m) for m in messages]) or honest(tokenizer, messages))
+
+    def render(tokenizer: Any, messages: Any) -> list[int]:
+        seen.append([dict(m) for m in messages])
+        return render_prompt(tokenizer, messages)
+
+    monkeypatch.setattr(harness, "render_prompt", render)
     prompts = suite(2, later=[("and then?", "so?"), ()])
     settings = Settings(temperatures=(0.0,), max_new_tokens=8, **QUICK)
     (row,) = evaluate(chatting, itself(chatting, depth=2), prompts, settings).rows
     assert row.prompts == 4 and row.passed  # three turns, and one
     history = seen[3]
     assert [m["role"] for m in history] == ["user", "assistant", "user", "assistant", "user"]
-    first = honest(chatting.tokenizer, prompts.prompts[0])  # type: ignore[arg-type]
+    first = render_prompt(chatting.tokenizer, prompts.prompts[0])  # type: ignore[arg-type]
     answer = Engine(chatting).generate([first], SamplingParams(), 8).tokens[0]
     assert history[1]["content"] == chatting.tokenizer.decode(answer)  # type: ignore[union-attr]
     assert [m["content"] for m in history[2::2]] == ["and then?", "so?"]
@@ -222,7 +228,12 @@ def test_settings_of_the_model_are_neutralised_or_used_on_both_sides(monkeypatch
     config.do_sample, config.temperature, config.top_k, config.top_p, config.repetition_penalty = True, 0.7, 5, 0.9, 1.3
     got: list[Any] = []
     honest = strange.model.generate
-    monkeypatch.setattr(strange.model, "generate", lambda *args, **kwargs: got.append(honest(*args, **kwargs)) or got[-1])
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        got.append(honest(*args, **kwargs))
+        return got[-1]
+
+    monkeypatch.setattr(strange.model, "generate", generate)
     assert baselines.eager(strange, prompts, SamplingParams(), 12, []).tokens == 11
     assert got[0][0, 6:].tolist() == want
     default = baselines.model_default(strange)
