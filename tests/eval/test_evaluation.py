@@ -210,7 +210,7 @@ def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest
     assert row.prompts == 4 and row.passed  # three turns, and one
     history = seen[3]
     assert [m["role"] for m in history] == ["user", "assistant", "user", "assistant", "user"]
-    first = render_prompt(chatting.tokenizer, prompts.prompts[0])  # type: ignore[arg-type]
+    first = render_prompt(chatting.tokenizer, prompts.prompts[0])
     answer = Engine(chatting).generate([first], SamplingParams(), 8).tokens[0]
     assert history[1]["content"] == chatting.tokenizer.decode(answer)  # type: ignore[union-attr]
     assert [m["content"] for m in history[2::2]] == ["and then?", "so?"]

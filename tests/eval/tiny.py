@@ -22,7 +22,7 @@ from ..decode.sizes import SIZES
 class Letters:
     """One token a character, from 3 on."""
 
-    chat_template = None
+    chat_template: str | None = None
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
