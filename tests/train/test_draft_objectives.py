@@ -34,7 +34,7 @@ SETTINGS: list[dict[str, Any]] = [{"loss": "kl"}, {"loss": "jsd", "beta": 0.2}, 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["loss"])
 def test_distillation_is_the_mean_of_the_loss_over_what_is_to_be_learned(settings: dict[str, Any]) -> None:
-    """Ragged rows and two documents in one: each sequence's mean first."""
+    """Ragged rows, two documents in one of them: each document's mean first."""
     target, batch = tiny_target(), ragged()
     draft = draft_of("llama", target)
     objective = DraftModelObjective(chunk_tokens=8, **settings)
@@ -42,8 +42,8 @@ def test_distillation_is_the_mean_of_the_loss_over_what_is_to_be_learned(setting
     loss = make_loss(objective.loss, **objective.loss_settings)
     means = []
     for row in range(2):
-        losses = []
         for first, stop in ((0, 24),) if row == 0 else ((0, 8), (8, 17)):
+            losses = []
             ids = batch.ids_BT[row : row + 1, first:stop]
             with torch.no_grad():
                 probs = target.model(ids).logits[0].softmax(-1)
@@ -52,7 +52,7 @@ def test_distillation_is_the_mean_of_the_loss_over_what_is_to_be_learned(setting
                 if batch.loss_BT[row, first + place + 1]:
                     p = torch.nn.functional.one_hot(ids[0, place + 1], 97).float() if objective.labels == "hard" else probs[place]
                     losses.append(loss.plain(logits[place], p))
-        means.append(torch.stack(losses).mean())
+            means.append(torch.stack(losses).mean())
     compare(draft, got, torch.stack(means).mean())
     assert 0 <= metrics["overlap"] <= 1
 
@@ -73,11 +73,11 @@ def test_pard_is_the_loss_of_every_kept_place_and_depth_computed_alone(labels: A
     assert metrics["entries"] == pytest.approx(float(kept[1:].sum() / kept[0].sum()))
     loss, terms = make_loss("kl"), []
     for depth in range(4):
-        rows = []
-        for row in range(2):
+        means = []
+        for row, start, stop in ((0, 0, 10), (1, 0, 6), (1, 6, 10)):
             losses = []
-            for place in kept[depth, row].nonzero().squeeze(1).tolist():
-                start = 6 if row == 1 and place >= 6 else 0
+            for place in kept[depth, row, start:stop].nonzero().squeeze(1).tolist():
+                place += start
                 text = batch.ids_BT[row, start : place + 1].tolist()
                 q = draft.causal_lm(torch.tensor([[*text, *[MASK] * depth]])).logits[0, -1]
                 true = batch.ids_BT[row, start : place + depth + 1]
@@ -86,8 +86,8 @@ def test_pard_is_the_loss_of_every_kept_place_and_depth_computed_alone(labels: A
                 if labels == "hard":
                     p = torch.nn.functional.one_hot(batch.ids_BT[row, place + depth + 1], 97).float()
                 losses.append(loss.plain(q, p))
-            rows += [torch.stack(losses).mean()] if losses else []
-        terms.append(0.5**depth * torch.stack(rows).mean())
+            means += [torch.stack(losses).mean()] if losses else []
+        terms.append(0.5**depth * torch.stack(means).mean())
     compare(draft, got, torch.stack(terms).sum() / (1 + 0.5 + 0.25 + 0.125))
 
 
