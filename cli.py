@@ -357,6 +357,18 @@ def datastore(
 
 
 @data_app.command()
+def regenerate(recipe: str, overrides: Overrides = None) -> None:
+    """Make the target's own answers to a recipe's prompts, where training looks for them: by our engine, or by data.server=http://...
+
+    What was interrupted goes on, with nothing lost or made twice.
+    """
+    from .train.preparing import run_regenerate
+    from .train.storing import check_drafter
+
+    run_regenerate(check_drafter(load_recipe(recipe, overrides or [])), console)
+
+
+@data_app.command()
 def features(
     recipe: str,
     overrides: Overrides = None,

@@ -6,10 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .. import UserError
 from ..decode.prompts import eos_ids
@@ -18,8 +19,9 @@ from ..eval.suites import load_suite
 from ..recipes.corpus import Split
 from ..recipes.schema import Source
 from .objectives.common import Batch
-from .regenerate import ByEngine, Progress, Store, key_of, regenerate, samples_of, with_room
+from .regenerate import Answered, Answering, ByEngine, Progress, Store, key_of, regenerate, samples_of, with_room
 from .selection import Selection, select
+from .server import ByServer
 from .sources import documents
 from .templates import Sample, encode
 
@@ -44,8 +46,6 @@ def prepare(
     """
     data, tokenizer = recipe.data, target.tokenizer
     assert tokenizer is not None
-    if data.server is not None:
-        raise UserError(f"data.server: wanted null, as servers are not supported yet, got {data.server}")
     stops = eos_ids(target.model)
     selection = select(data, measured_prompts(recipe))
     if shard == 0:
@@ -53,12 +53,35 @@ def prepare(
     if data.responses == "given":
         samples = [encode(tokenizer, document, stops).sample for document in selection.documents]
     else:
-        documents = with_room(selection.documents, tokenizer, data)
-        key = key_of(documents, tokenizer, data, {"fingerprint": target.fingerprint()})
-        store = Store(folder / "data" / "responses.jsonl", key)
-        lines = regenerate(documents, store, ByEngine(target, data), progress=progress, shard=shard, shards=shards, wait=wait)
+        lines = answers(recipe, selection, folder, tokenizer, target.fingerprint(), target, progress, shard, shards, wait)
         samples = samples_of(lines, tokenizer, stops, data)
     return limited(samples, data)
+
+
+def answers(
+    recipe: DrafterRecipe,
+    selection: Selection,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    fingerprint: dict[str, str],
+    target: Target | None,
+    progress: Progress = lambda *_: None,
+    shard: int = 0,
+    shards: int = 1,
+    wait: Callable[[], None] = lambda: None,
+) -> list[Answered]:
+    """The target's answers, in the run's folder: by our engine, or by data.server, for which the target itself is not needed."""
+    data = recipe.data
+    documents = with_room(selection.documents, tokenizer, data)
+    answering: Answering
+    if data.server is not None:
+        answering = ByServer(data, recipe.target.path, recipe.target.template, shards)
+        maker: dict[str, Any] = {"server_model": answering.model, "fingerprint": {name: fingerprint[name] for name in ("config", "tokenizer")}}
+    else:
+        assert target is not None
+        answering, maker = ByEngine(target, data), {"fingerprint": fingerprint}
+    store = Store(folder / "data" / "responses.jsonl", key_of(documents, tokenizer, data, maker))
+    return regenerate(documents, store, answering, progress=progress, shard=shard, shards=shards, wait=wait)
 
 
 def measured_prompts(recipe: DrafterRecipe) -> list[str]:

@@ -72,5 +72,5 @@ def verify_store(recipe: DrafterRecipe, console: Console) -> bool:
 def check_drafter(recipe: object) -> DrafterRecipe:
     """A drafter's recipe. Raises UserError for a target's."""
     if not isinstance(recipe, DrafterRecipe):
-        raise UserError("kind: wanted a drafter's recipe, got a target's; features are of drafters' recipes")
+        raise UserError("kind: wanted a drafter's recipe, got a target's, which has no data of its own")
     return recipe
