@@ -295,7 +295,7 @@ def test_what_a_server_refuses_or_fails_at_is_one_clear_line(source: Path, tmp_p
 
 def test_transformers_serve_answers_as_our_engine_does(target: Target, source: Path, tmp_path: Path) -> None:
     """Greedily, token by token, where texts tokenise as they were generated. It needs `pip install transformers[serving]`."""
-    from transformers.utils.import_utils import is_serve_available  # type: ignore[attr-defined]
+    from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         pytest.skip("transformers serve needs fastapi, uvicorn and others: pip install transformers[serving]")
