@@ -203,6 +203,67 @@ def _sizes(name: str, given: list[str] | None) -> list[int]:
 
 
 @app.command()
+def tune(
+    drafter: Annotated[str, typer.Argument(help="a drafter's folder, such as runs/quickstart/drafter")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    suite: Annotated[str, typer.Option(help=SUITE_HELP + "; its development prompts, never those that are reported")] = "stdlib",
+    num_prompts: int = 16,
+    max_new_tokens: int = 64,
+    temperature: Annotated[list[str] | None, typer.Option(help="those to tune for, several: --temperature 0 1; 0 and 1 if not given")] = None,
+    most_nodes: Annotated[int, typer.Option(help="draft nodes of the largest tree that is looked at")] = 63,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; measured if not given")] = None,
+    cpu_time: Annotated[bool, typer.Option(help="measure CPU time: for a machine with other work, with --threads 1")] = False,
+    template: Template = None,
+    seed: int = 0,
+) -> None:
+    """Find the best draft for this machine: chain, dynamic or static tree. eval, generate and export use its tuning.json from then on."""
+    import time
+
+    from .decode.prompts import render_prompt
+    from .decode.target import Target
+    from .eval.harness import Settings, choose_threads
+    from .eval.suites import load_suite
+    from .eval.tune import TuneSettings
+    from .eval.tune import tune as find
+    from .heads.registry import open_drafter
+    from .heads.tuning import write_tuning
+    from .recipes.schema import TargetRef
+
+    folder = Path(drafter)
+    if not (folder / "contract.json").is_file():
+        raise UserError(f"drafter {drafter}: wanted a drafter's folder, in which tuning.json can be kept, got none; give a run's drafter/ folder")
+    for name, number in {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens, "most-nodes": most_nodes, "threads": threads}.items():
+        if number is not None and number < 1 + (name == "max-new-tokens"):
+            raise UserError(f"--{name}: wanted an integer >= {1 + (name == 'max-new-tokens')}, got {number}")
+    if cpu_time and threads != 1:
+        raise UserError("--cpu-time: wanted --threads 1, as CPU time adds up over threads, got more; add it")
+    temperatures, _ = _temperatures(temperature)
+    prompts = load_suite(suite, num_prompts, split="dev", seed=seed)
+    loaded = Target.load(TargetRef(path=target).location)
+    head, contract = open_drafter(folder, loaded)
+    _use_template(loaded, contract, template)
+    choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), Settings(threads=threads))
+    settings = TuneSettings(
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        most_nodes=most_nodes,
+        seed=seed,
+        clock=time.process_time if cpu_time else time.perf_counter,
+    )
+    with console.status("tuning") as status:
+        tuning, raced, chosen = find(loaded, head, prompts, settings, lambda what: status.update(f"tuning: {what}"))
+    table = Table("draft", "depth", "nodes", "tau", "predicted", "speed-up (95 %)", "over default (95 %)", "", box=None)
+    for candidate in raced:
+        spans = [f"{x.value:.2f}x ({x.lo:.2f}-{x.hi:.2f})" if x else "" for x in (candidate.measured, candidate.over_default)]
+        shape = (str(n) for n in candidate.shape)
+        mark = "chosen" if candidate is chosen else ""
+        table.add_row(candidate.kind, *shape, f"{candidate.tau:.2f}", f"{candidate.predicted:.2f}x", *spans, mark)
+    console.print(table)
+    console.print(f"best chain for engines that draft chains: {tuning.num_speculative_tokens} tokens", highlight=False)
+    console.print(f"tuned: {write_tuning(folder, tuning).resolve()}", soft_wrap=True, highlight=False)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run folders, evaluation folders or report.json files")],
     out: Annotated[Path | None, typer.Option(help="folder for compare.md and compare.png")] = None,
