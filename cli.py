@@ -264,6 +264,87 @@ def tune(
 
 
 @app.command()
+def check(
+    drafter: Annotated[Path, typer.Argument(help="a drafter's folder")],
+    target: Annotated[str, typer.Option(help="folder, hub name or builtin:NAME")] = "builtin:quickstart",
+    measure: Annotated[bool, typer.Option("--measure", help="compare acceptance with that recorded at training")] = False,
+    threshold: Annotated[float, typer.Option(help="share of the recorded acceptance that must be left")] = 0.9,
+    record: Annotated[bool, typer.Option("--record", help="record the acceptance on this target, which must be the drafter's own")] = False,
+    suite: Annotated[str, typer.Option(help="prompts to record: " + SUITE_HELP)] = "stdlib",
+    num_prompts: Annotated[int, typer.Option(help="prompts to record")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="new tokens of each that is recorded")] = 64,
+    template: Template = None,
+) -> None:
+    """Does this drafter still belong to this target? Exits with 1 if not: by fingerprint, or with --measure by what is left of its acceptance."""
+    from .decode.prompts import render_prompt
+    from .decode.target import Target
+    from .eval.check import check as compare_with
+    from .eval.check import measure_acceptance, write_acceptance
+    from .eval.drafting import decode_settings
+    from .eval.suites import load_suite
+    from .heads.registry import open_drafter
+    from .heads.tuning import read_tuning
+    from .recipes.schema import TargetRef
+
+    if not 0 < threshold <= 1:
+        raise UserError(f"--threshold: wanted a share in (0, 1], got {threshold:g}")
+    if not record:
+        result = compare_with(drafter, Target.load(TargetRef(path=target).location), measure=measure, threshold=threshold)
+        for line in result.lines():
+            console.print(line, soft_wrap=True, highlight=False)
+        raise typer.Exit(1 if result.failed else 0)
+    if num_prompts < 1 or max_new_tokens < 2:
+        raise UserError(f"--record: wanted at least one prompt and two new tokens, got {num_prompts} and {max_new_tokens}")
+    prompts = load_suite(suite, num_prompts, split="dev")
+    loaded = Target.load(TargetRef(path=target).location)
+    head, contract = open_drafter(drafter, loaded)
+    _use_template(loaded, contract, template)
+    assert loaded.tokenizer is not None
+    ids = [render_prompt(loaded.tokenizer, messages) for messages in prompts.prompts]
+    found = measure_acceptance(loaded, head, decode_settings(head, read_tuning(drafter)), ids, (0.0, 1.0), max_new_tokens)
+    console.print(f"tau {found.tau:.3f}, recorded: {write_acceptance(drafter, found).resolve()}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def monitor(
+    source: Annotated[str, typer.Argument(help="a .jsonl of acceptance events, - for standard input, or a server's metrics: a URL or a file")],
+    costs: Annotated[Path, typer.Option(help="measured latencies: a drafter's folder (tuning.json), a run or evaluation folder (report.json)")],
+    window: Annotated[int, typer.Option(help="rounds that are judged together, of events")] = 1000,
+    every: Annotated[float | None, typer.Option(help="read a URL again every so many seconds, and judge what happened between")] = None,
+    depth: Annotated[int, typer.Option(help="draft tokens a round, where the metrics do not tell")] = 5,
+) -> None:
+    """Does speculation still pay? By the cost model and the acceptance in service. Exits with 1 if it has stopped paying."""
+    import time
+
+    from .eval.monitor import difference, event_of_metrics, events_of, fetch, judge, judge_gauge, read_costs, read_source, windows
+
+    if window < 1 or depth < 1 or (every is not None and not every > 0):
+        raise UserError(f"monitor: wanted --window and --depth of at least 1 and --every above 0, got {window}, {depth} and {every}")
+    model = read_costs(costs)
+    text = read_source(source)
+    last = None
+    if not isinstance(text, str):
+        for group in windows(events_of(text, source), window):
+            last = judge(group, model)
+            console.print(str(last), soft_wrap=True, highlight=False)
+        if last is None:
+            raise UserError(f"monitor {source}: wanted at least one event, got none")
+        raise typer.Exit(1 if last.stopped else 0)
+    counted, gauge = event_of_metrics(text)
+    last = judge([counted], model) if counted is not None else judge_gauge(gauge or 0.0, depth, model)
+    console.print(str(last), soft_wrap=True, highlight=False)
+    while every is not None and source.startswith("http"):
+        time.sleep(every)
+        before = counted
+        counted, gauge = event_of_metrics(fetch(source))
+        happened = difference(counted, before) if counted is not None and before is not None else None
+        if happened is not None or gauge is not None:
+            last = judge([happened], model) if happened is not None else judge_gauge(gauge or 0.0, depth, model)
+            console.print(str(last), soft_wrap=True, highlight=False)
+    raise typer.Exit(1 if last.stopped else 0)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="run folders, evaluation folders or report.json files")],
     out: Annotated[Path | None, typer.Option(help="folder for compare.md and compare.png")] = None,

@@ -16,10 +16,13 @@ from rich.console import Console
 
 from .. import UserError
 from ..decode.light import LightTarget
+from ..decode.prompts import render_prompt
 from ..decode.target import Target
+from ..eval.check import measure_acceptance, write_acceptance
 from ..eval.evaluation import evaluate_drafter
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
+from ..eval.suites import load_suite
 from ..heads.export.common import DRAFT_MODEL, PARD, TargetFacts
 from ..heads.export.write import check_export, export, loader_of, read_tuning, source_of
 from ..heads.registry import METHODS, head_config
@@ -168,6 +171,7 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
             progress=lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
         )
     write_report(report, folder / "eval")
+    _record_acceptance(recipe, folder / "drafter", target, drafter)
     if recipe.export.formats:
         source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
         for name in recipe.export.formats:
@@ -189,6 +193,15 @@ def exported_as(recipe: DrafterRecipe) -> str:
     """The method, as exporters know it: a draft model that drafts blocks has a name of its own."""
     part = recipe.drafter
     return PARD if part.method == DRAFT_MODEL and part.block_size is not None else part.method
+
+
+def _record_acceptance(recipe: DrafterRecipe, folder: Path, target: Target, drafter: Any) -> None:
+    """What `draftsmith check --measure` compares with later: the acceptance on the development prompts."""
+    assert target.tokenizer is not None
+    part = recipe.eval
+    suite = load_suite(part.suite, part.dev_prompts, split="dev", prompt_chars=part.prompt_chars, seed=part.seed)
+    prompts = [render_prompt(target.tokenizer, messages) for messages in suite.prompts]
+    write_acceptance(folder, measure_acceptance(target, drafter, recipe.decode, prompts, part.temperatures, part.dev_tokens, part.seed))
 
 
 def _finish(report: Report, folder: Path) -> int:
