@@ -45,6 +45,7 @@ Template = Annotated[
     list[str] | None,
     typer.Option(help="key=value for the target's chat template, such as enable_thinking=false; as the drafter was trained, if not given"),
 ]
+SampleTokens = Annotated[int | None, typer.Option(min=1, help="what a sequence has on average, for the plan; data.sequence_length if not given")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
 
@@ -515,6 +516,7 @@ def features(
     recipe: str,
     overrides: Overrides = None,
     verify: Annotated[bool, typer.Option("--verify", help="only compare every byte with what was written; exits with 1 if any differs")] = False,
+    sample_tokens: SampleTokens = None,
 ) -> None:
     """Write the target's features of a recipe's data to files, from which features.source=store trains without the target's layers.
 
@@ -525,7 +527,32 @@ def features(
     loaded = check_drafter(load_recipe(recipe, overrides or []))
     if verify:
         raise typer.Exit(0 if verify_store(loaded, console) else 1)
-    make_store(loaded, console)
+    make_store(loaded, console, sample_tokens)
+
+
+@data_app.command()
+def plan(
+    recipe: str,
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="a config.json in place of the target's own: nothing else of it is needed")] = None,
+    device: Annotated[str | None, typer.Option(help="a GPU to plan for, such as h100; this machine's if not given")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="each with a device of its own")] = 1,
+    sample_tokens: SampleTokens = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Tokens, disk, memory by part and time that a recipe will take. Exits with 2 if it does not fit, and says what would."""
+    import json
+
+    from .train import plan as planning
+    from .train.run import make_objective
+    from .train.storing import check_drafter
+
+    loaded = check_drafter(load_recipe(recipe, overrides or []))
+    made = planning.make_plan(loaded, make_objective(loaded), config=config, device=device, processes=processes, sample_tokens=sample_tokens)
+    print(json.dumps(planning.as_json(made)) if as_json else planning.as_text(made))
+    for refusal in made.refusals:
+        print(f"error: {refusal}", file=sys.stderr)
+    raise typer.Exit(2 if made.refusals else 0)
 
 
 @recipes_app.command("list")

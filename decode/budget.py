@@ -73,7 +73,7 @@ def plan(
     tapped = len(proposer.taps) if proposer else 0
     passes = {
         "prefill": _prefill_bytes(target, batch, prompt, tapped, drafts=memory is not None),
-        "verification": _pass_bytes(target, batch, nodes, capacity) + batch * nodes * target.vocab_size * _logit_bytes(settings, shared_noise),
+        "verification": pass_bytes(target, batch, nodes, capacity) + batch * nodes * target.vocab_size * _logit_bytes(settings, shared_noise),
     }
     if any(params.temperature > 0 for params in settings):
         positions = max((depth + 1) * (1 + overlap), min(NOISE_POSITIONS, NOISE_BYTES // (4 * target.vocab_size * batch)))
@@ -156,7 +156,7 @@ def cache_growth(target: Target, batch: int, capacity: int) -> int:
 
 def _cache_bytes(target: Target, batch: int, capacity: int) -> int:
     """A slot in the shared tensor for each layer, as wide as the first layer, and a tensor more for each layer of another shape."""
-    shapes = _layer_shapes(target)
+    shapes = layer_shapes(target)
     widths = [shapes[0]] * len(shapes) + [shape for shape in shapes if shape != shapes[0]]
     return int(sum(2 * batch * capacity * prod(shape) for shape in widths) * target.dtype.itemsize)
 
@@ -165,7 +165,7 @@ def _cache_bytes(target: Target, batch: int, capacity: int) -> int:
 _shapes: WeakKeyDictionary[Target, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
-def _layer_shapes(target: Target) -> list[tuple[int, int]]:
+def layer_shapes(target: Target) -> list[tuple[int, int]]:
     """(kv heads, head width) of each layer: by its own key projection if it has one (the configuration tells only one shape), or as configured."""
     if target in _shapes:
         return _shapes[target]
@@ -193,17 +193,17 @@ def _prefill_bytes(target: Target, batch: int, prompt: int, tapped: int, *, draf
     size = int(target.dtype.itemsize)
     features = 2 * batch * prompt * target.hidden_size * (1 + tapped) * size
     drafter_mask = batch * prompt * prompt * (size + 2) if drafts else 0  # heads see the prompt in one pass, after the target
-    return features + max(_pass_bytes(target, batch, min(prompt, PREFILL_CHUNK), prompt), drafter_mask)
+    return features + max(pass_bytes(target, batch, min(prompt, PREFILL_CHUNK), prompt), drafter_mask)
 
 
-def _pass_bytes(target: Target, batch: int, nodes: int, visible: int) -> int:
+def pass_bytes(target: Target, batch: int, nodes: int, visible: int) -> int:
     """One pass over `nodes` tokens a row that see `visible` slots: masks of each kind, one layer's activations, its keys and values by query head."""
     size, config = int(target.dtype.itemsize), target.config
     masks = nodes * visible * (1 + len(target._windows) * (size + 1))
     inner: Any = getattr(config, "intermediate_size", None) or 4 * target.hidden_size
     inner = max(inner) if isinstance(inner, Sequence) else inner
     activations = nodes * (3 * int(inner) + 6 * target.hidden_size) * size
-    heads, width = int(config.num_attention_heads), max(width for _, width in _layer_shapes(target))
+    heads, width = int(config.num_attention_heads), max(width for _, width in layer_shapes(target))
     repeated = 2 * heads * width * visible * size
     eager = getattr(config, "_attn_implementation", None) == "eager"
     weights = heads * nodes * visible * (2 * size + 4) if eager else 0  # fused attention never holds them

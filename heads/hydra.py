@@ -74,6 +74,8 @@ def _inverse_size(target: Target, sample: int = 4096) -> float:
     """One over the root mean square of the target's embeddings, of up to `sample` tokens from the whole vocabulary."""
     ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // sample), device=target.device)
     embedded: Tensor = target.embeddings(ids)
+    if embedded.is_meta:  # a target of sizes only
+        return 1.0
     return 1 / max(float(embedded.float().pow(2).mean().sqrt()), 1e-6)
 
 

@@ -38,6 +38,7 @@ from .launch import check_launch, run_processes
 from .loop import fit, progress_bar
 from .objectives import OBJECTIVES
 from .objectives.common import Objective
+from .plan import check_plan
 from .starts import check_draft
 
 console = Console()
@@ -106,6 +107,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
+    check_plan(recipe, objective, accelerator.num_processes)
     target = load_target(recipe, str(accelerator.device))
     check_exports(recipe, folder, target)
     began = time.monotonic()

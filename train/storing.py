@@ -13,14 +13,20 @@ from ..recipes.schema import DrafterRecipe
 from .data import prepare
 from .features import data_settings, load_whole, saved_form
 from .loop import progress_bar
+from .plan import check_plan
 from .run import make_objective
 from .store import Store, write_store
 
 
-def make_store(recipe: DrafterRecipe, console: Console) -> Store:
-    """Write the store, or what is missing of it. Everything is kept in its folder. Raises UserError for bad settings before anything is loaded."""
+def make_store(recipe: DrafterRecipe, console: Console, sample_tokens: int | None = None) -> Store:
+    """Write the store, or what is missing of it. Everything is kept in its folder.
+
+    sample_tokens: what a sequence has on average, as far as is known. Raises UserError before anything is loaded for bad settings, and for a store
+    that the disk cannot hold.
+    """
     recipe = dataclasses.replace(recipe, features=dataclasses.replace(recipe.features, source="store"))
     objective, folder = make_objective(recipe), recipe.features_folder
+    check_plan(recipe, objective, sample_tokens=sample_tokens)
     target = load_whole(recipe, recipe.target.device)
     head = new_head(recipe.drafter.method, target, recipe.drafter.settings)
     taps = tuple(head.taps)
