@@ -288,6 +288,17 @@ class Target:
         target_BP = length_B.unsqueeze(1) + torch.arange(path_BP.shape[1], device=path_BP.device)
         self._cache.move(length_B.unsqueeze(1) + path_BP, target_BP)
 
+    def move_layers(self, device: torch.device) -> None:
+        """Move the decoder layers; the rest stays. Elsewhere than on the target's device they wait: logits can be computed then, features cannot."""
+        if all(p.device == device for p in self.layers.parameters()):
+            return
+        for layer in self.layers:
+            vars(layer).pop("forward", None)  # fused layers hold the weights themselves
+        self._fused, self._cache = None, None
+        self.layers.to(device)
+        if device == self.device:
+            self._fused = fuse(list(self.layers), str(getattr(self.model.config, "_attn_implementation", "")))
+
     # -- identity --------------------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -325,6 +336,17 @@ def surroundings(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict
     return prints
 
 
+def check_folder(path: str) -> None:
+    """Raise UserError for what is there and is no model's folder, or has no tokenizer. Reads no weights."""
+    folder = Path(path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
+    if folder.is_dir() and not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
+
+
 def read_model(
     path: str,
     *,
@@ -341,13 +363,7 @@ def read_model(
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     if dtype not in _DTYPES:
         raise UserError(f"target.dtype: wanted one of {', '.join(_DTYPES)} or auto, got {dtype}")
-    folder = Path(path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"target {path}: wanted a model folder with config.json, got {'a file' if folder.is_file() else 'a folder without it'}")
-    if folder.is_dir() and not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    ):
-        raise UserError(f"target {path}: wanted a tokenizer beside the model, got none; save it there with tokenizer.save_pretrained")
+    check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)

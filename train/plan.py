@@ -32,7 +32,7 @@ from ..decode.budget import Budget, available_bytes, cache_growth, pass_bytes
 from ..decode.budget import plan as decoding_plan
 from ..decode.proposer import Proposer
 from ..decode.sampling import SamplingParams
-from ..decode.target import Step, Target
+from ..decode.target import Step, Target, check_folder
 from ..heads.draft_model import SIZES, DraftModel, DraftModelConfig, resized
 from ..heads.head import Head
 from ..heads.registry import METHODS, known_settings, new_head
@@ -624,6 +624,7 @@ def check_plan(recipe: DrafterRecipe, objective: Objective, processes: int = 1, 
 
     What is not known is not refused: data of unknown size, and a memory that weights alone do not fill to a GiB.
     """
+    check_folder(recipe.target.location)
     if recipe.data.num_prompts is None:
         recipe = _with(recipe, {"data.num_prompts": 1})
     plan = make_plan(recipe, objective, processes=processes, sample_tokens=sample_tokens, activations=False)
