@@ -512,6 +512,25 @@ def regenerate(recipe: str, overrides: Overrides = None) -> None:
 
 
 @data_app.command()
+def inspect(
+    recipe: str,
+    overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option(help="write a page too, which needs nothing else")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="sequences that are shown")] = 3,
+) -> None:
+    """Show what is learned of a recipe's data, token by token, and what is likely to be wrong with it. Exits with 1 if training makes no sense."""
+    from .train.inspection import inspect, print_inspection, write_html
+    from .train.storing import check_drafter
+
+    inspection = inspect(check_drafter(load_recipe(recipe, overrides or [])))
+    print_inspection(inspection, console, samples)
+    if html is not None:
+        write_html(inspection, html, samples)
+        console.print(f"page: {html.resolve()}", soft_wrap=True, highlight=False)
+    raise typer.Exit(1 if inspection.severe else 0)
+
+
+@data_app.command()
 def features(
     recipe: str,
     overrides: Overrides = None,

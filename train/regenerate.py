@@ -160,6 +160,15 @@ class Store:
         return f"made for another target or other data settings ({shown if len(shown) <= 300 else shown[:297] + '...'})"
 
 
+def stored(path: Path) -> tuple[dict[str, Any], list[Answered]]:
+    """(key, lines) of a finished store, whatever it was made from. Raises UserError if it is damaged."""
+    try:
+        key, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise UserError(f"{path}: wanted lines of JSON, got damaged ones ({error}); delete the file, and it is made again") from error
+    return key, lines
+
+
 class Part:
     """A file that whole lines are appended to: what a call of `write` was given is there after it returned, whatever happens then."""
 
