@@ -15,7 +15,9 @@ from ..decode.target import Step, Target
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences
 from .objectives.common import Batch, Objective
+from .ring import Ring
 from .store import Saved, Store, StoredFeatures, recognise
+from .stream import Stream
 
 
 class FeatureSource(Protocol):
@@ -23,6 +25,9 @@ class FeatureSource(Protocol):
 
     def of(self, batch: Batch) -> Step:
         """The target's features of the batch, taps as the target has them set; what stands at padded places means nothing."""
+
+    def close(self) -> None:
+        """Training is over: free what is held."""
 
 
 class Features:
@@ -55,13 +60,15 @@ class Features:
                     self.bytes += size
         return step
 
+    def close(self) -> None:
+        """Free what is kept."""
+        self._kept.clear()
+        self.bytes = 0
+
 
 def load_target(recipe: DrafterRecipe, device: str) -> Target:
     """The target as training needs it: without its layers, if its features come from a store."""
-    if recipe.features.source != "online" and recipe.adapter.rank is not None:
-        raise UserError(f"features.source: wanted online, as the target changes with its adapter (adapter.rank), got {recipe.features.source}")
-    if recipe.features.source == "ring":
-        raise UserError("features.source: wanted online or store, got ring, which is not supported yet")
+    check_source(recipe)
     if recipe.features.source != "store":
         return load_whole(recipe, device)
     store = Store(recipe.features_folder)  # refused before anything is loaded
@@ -69,6 +76,20 @@ def load_target(recipe: DrafterRecipe, device: str) -> Target:
     light = LightTarget.load(ref.location, dtype=ref.dtype, device=device, attn_implementation=ref.attn_implementation, revision=ref.revision)
     recognise(store, light)
     return _with_template(light, recipe)
+
+
+def check_source(recipe: DrafterRecipe) -> None:
+    """Raise UserError for a source of features that the rest of the recipe does not go with."""
+    part, drafter = recipe.features, recipe.drafter
+    if part.source != "online" and recipe.adapter.rank is not None:
+        raise UserError(f"features.source: wanted online, as the target changes with its adapter (adapter.rank), got {part.source}")
+    if part.source == "store" and (drafter.predictor or (drafter.method == "draft_model" and drafter.init == "target")):
+        what = "drafter.predictor" if drafter.predictor else "drafter.init"
+        raise UserError(f"features.source: wanted online or ring, as {what} needs the target's layers, got store")
+    if part.source != "store" and part.logits != "hidden":
+        raise UserError(f"features.logits: wanted hidden, as features.source is {part.source}, got {part.logits}")
+    if part.source == "ring" and part.dtype != "target":
+        raise UserError(f"features.dtype: wanted target, as a ring keeps what the target computed, got {part.dtype}")
 
 
 def load_whole(recipe: DrafterRecipe, device: str) -> Target:
@@ -84,15 +105,22 @@ def _with_template(target: Target, recipe: DrafterRecipe) -> Target:
     return target
 
 
-def make_features(recipe: DrafterRecipe, objective: Objective, target: Target, taps: Sequence[int], sequences: Sequences) -> FeatureSource:
-    """What the recipe asks for. Raises UserError for a store that does not fit."""
+def make_features(
+    recipe: DrafterRecipe, objective: Objective, target: Target, taps: Sequence[int], sequences: Sequences, stream: Stream, process: int = 0
+) -> tuple[Stream, FeatureSource]:
+    """(what to train on in place of `stream`, the features of its batches), as the recipe asks. Raises UserError for a store that does not fit."""
     part = recipe.features
+    if part.source == "ring":
+        folder = recipe.features_folder / f"ring-{process}" if part.ring_on == "disk" else None
+        ring = Ring(stream, target, int(part.ring_gib * 2**30), folder)
+        return ring, ring
+    if part.source == "store" and not stream.ahead:
+        raise UserError("features.source: wanted online, as the drafter takes part in making the data, got store")
     if part.source == "store":
         layers = layers_read(recipe, objective, taps, target.num_layers)
-        return StoredFeatures(
-            Store(recipe.features_folder), target, layers, [sample.ids for sample in sequences], data_settings(recipe), logits=part.logits
-        )
-    return Features(target, int(recipe.train.keep_features_gib * 2**30))
+        texts = [sample.ids for sample in sequences]
+        return stream, StoredFeatures(Store(recipe.features_folder), target, layers, texts, data_settings(recipe), logits=part.logits)
+    return stream, Features(target, int(recipe.train.keep_features_gib * 2**30))
 
 
 def layers_read(recipe: DrafterRecipe, objective: Objective, taps: Sequence[int], num_layers: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..decode.light import LightTarget
 from ..decode.target import Target
 from ..recipes.schema import DrafterRecipe
 from .features import load_whole
+from .ring import on_device
 
 NOT_MEASURED = (
     "features.measure=loss: decoding is not measured, so the checkpoint of the lowest training loss is kept, "
@@ -27,9 +28,10 @@ def measures(recipe: DrafterRecipe) -> bool:
 
 @contextmanager
 def whole(recipe: DrafterRecipe, target: Target, drafter: Any) -> Iterator[Target]:
-    """The target with its layers, which the drafter is bound to meanwhile; if training does without them, it is loaded for the time."""
+    """The target with its layers, which the drafter is bound to meanwhile; if training does without them, they come for the time."""
     if not isinstance(target, LightTarget):
-        yield target
+        with on_device(target) if recipe.features.source == "ring" else nullcontext():
+            yield target
         return
     loaded = load_whole(recipe, str(target.device))
     drafter.bind(loaded)

@@ -46,8 +46,8 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     drafter, micro_batches = trainee.drafter, len(share.micro_batches)
     if train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)})
-    stream = trainee.stream(make_stream(recipe, sequences, share), recipe, sequences, share)
-    features = make_features(recipe, objective, target, trainee.taps, sequences)
+    base = trainee.stream(make_stream(recipe, sequences, share), recipe, sequences, share)
+    stream, features = make_features(recipe, objective, target, trainee.taps, sequences, base, accelerator.process_index)
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
@@ -61,8 +61,8 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     began, tokens = time.monotonic(), 0
     metrics_file = (folder / "metrics.jsonl").open("w", encoding="utf-8") if main_process else None
     with progress_bar(main_process) as bar:
-        if main_process and isinstance(stream, SequenceStream):
-            bar.console.print(f"padding: {stream.padding():.1%} of a batch's tokens (data.batching {recipe.data.batching})", highlight=False)
+        if main_process and isinstance(base, SequenceStream):
+            bar.console.print(f"padding: {base.padding():.1%} of a batch's tokens (data.batching {recipe.data.batching})", highlight=False)
         task = bar.add_task("training", total=train.steps, note="")
         for step in range(train.steps + 1):
             last_step = step == train.steps
@@ -109,6 +109,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
             bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s{tau}")
             if main_process and step % train.log_every == 0:
                 _log(metrics_file, accelerator, {"step": step, "loss": total, "gradient_norm": norm, "tokens_per_s": speed, **entry})
+    features.close()
     if main_process:
         assert metrics_file is not None
         metrics_file.close()

@@ -368,16 +368,16 @@ def _planned(
     # Memory of a device
     weights = _weight_bytes(target.model, target.dtype)
     light = _weight_bytes(target.embeddings, target.dtype) + (0 if _tied(target) else _weight_bytes(target.lm_head, target.dtype))
-    size, features_size = target.dtype.itemsize, len(layers_read(recipe, objective, taps, target.num_layers)) * target.hidden_size
+    itemsize, features_size = target.dtype.itemsize, len(layers_read(recipe, objective, taps, target.num_layers)) * target.hidden_size
     chunk = min(objective.chunk_tokens, rows * length)
     draft_vocab = drafter.sizes.draft_vocab_size
     memory = {
         "target weights": light if recipe.features.source in ("store", "ring") else weights,
         **trained,
-        "features of a micro-batch": rows * length * (features_size + (0 if target.num_layers + 1 in taps else target.hidden_size)) * size,
+        "features of a micro-batch": rows * length * (features_size + (0 if target.num_layers + 1 in taps else target.hidden_size)) * itemsize,
         "target activations": 0 if recipe.features.source == "store" else pass_bytes(target, rows, length, length),
         "drafter activations": int(activations(rows, length)),
-        "logit chunks": chunk * (draft_vocab * 4 * _LOGIT_COPIES + target.vocab_size * (size + 4)),
+        "logit chunks": chunk * (draft_vocab * 4 * _LOGIT_COPIES + target.vocab_size * (itemsize + 4)),
     }
     keep = min(int(train.keep_features_gib * GIB), hidden.bytes_per_token * tokens["in the data"]) if recipe.features.source == "online" else 0
     if keep:
@@ -402,6 +402,10 @@ def _planned(
         phases["answering"] = weights + most
     if recipe.adapter.rank is not None:
         notes.append("the adapter's parameters and the target's own activations (adapter.rank) are not counted")
+    if recipe.drafter.method == "mtp" and recipe.drafter.init == "target":
+        notes.append("the target's own MTP layer is counted as a new one of the target's sizes")
+    if recipe.features.source == "ring" and recipe.features.ring_on == "memory" and hardware.name != "cpu":
+        notes.append(f"the host's memory holds the ring and the target's layers: {size(recipe.features.ring_gib * GIB + weights - light)} a process")
     notes += _why_online(modes, saved, recipe)
     seconds, model = _seconds(recipe, objective, target, drafter, tokens, hardware, processes)
     return Plan(

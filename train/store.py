@@ -513,6 +513,9 @@ class StoredFeatures:
         moved = TopK(topk.ids.to(device), topk.logits.to(device), topk.logsumexp.to(device)) if self._topk else None
         return Step(hidden_BTH.to(device), taps_BTF.to(device), moved)
 
+    def close(self) -> None:
+        """Nothing is held but mapped files."""
+
     def _parts(self, ids: list[int]) -> dict[str, Tensor]:
         name = digest_of(ids)
         while name not in self.store.entries:

@@ -11,7 +11,7 @@ from .. import UserError
 from ..heads.registry import new_head
 from ..recipes.schema import DrafterRecipe
 from .data import prepare
-from .features import data_settings, load_whole, saved_form
+from .features import check_source, data_settings, load_whole, saved_form
 from .loop import progress_bar
 from .plan import check_plan
 from .run import make_objective
@@ -25,6 +25,7 @@ def make_store(recipe: DrafterRecipe, console: Console, sample_tokens: int | Non
     that the disk cannot hold.
     """
     recipe = dataclasses.replace(recipe, features=dataclasses.replace(recipe.features, source="store"))
+    check_source(recipe)
     objective, folder = make_objective(recipe), recipe.features_folder
     check_plan(recipe, objective, sample_tokens=sample_tokens)
     target = load_whole(recipe, recipe.target.device)

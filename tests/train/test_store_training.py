@@ -78,6 +78,11 @@ def test_online_and_stored_features_give_the_same_curve(tmp_path: Path, monkeypa
     assert losses(tmp_path / "measured") == losses(tmp_path / "stored")
     assert (tmp_path / "measured" / "eval" / "report.json").is_file()
 
+    # A ring that holds a step or two.
+    assert runs.run(recipe(tmp_path / "ring", "features.source=ring", "features.ring_gib=0.0005", "features.ring_on=disk", "eval.num_prompts=1")) == 0
+    assert losses(tmp_path / "ring") == online
+    assert not list((tmp_path / "ring").rglob("ring-*.safetensors"))
+
     with pytest.raises(UserError, match=r"data .*responses.jsonl: made for another target or other data settings"):
         runs.run(recipe(tmp_path / "other", *stored, "data.seed=1"))
     with pytest.raises(UserError, match=r"drafter.taps: wanted layers that the store \S+ holds \(4, 8, 11, 13\), got 3; give"):
