@@ -99,9 +99,9 @@ class Ring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand there; what the ring holds is freed."""
-        for entry in self._entries:
-            for place in entry.features:
-                self._free(place)
+        for place in [*(place for _, place in self._given), *(place for entry in self._entries for place in entry.features)]:
+            self._free(place)
+        self._given.clear()
         self._entries.clear()
         self.bytes, self._waiting = 0, None
         self.stream.load_state_dict(state)
@@ -110,9 +110,6 @@ class Ring:
     def close(self) -> None:
         """Free everything, let go of the folder, and bring the target back to its device."""
         self.load_state_dict(self._state)
-        for _, place in self._given:
-            self._free(place)
-        self._given.clear()
         self._lock.close()
         self.target.move_layers(self.target.device)
 
