@@ -21,7 +21,6 @@ from .recurrent import (
     check_cache,
     check_decoding,
     check_objective,
-    check_over_fit,
     check_training_pass,
     layer,
     make,
@@ -68,10 +67,6 @@ def test_the_objective_equals_the_formula_with_fast_mtps_weights(target: Target)
         return (means[0] + 0.6 * means[1] + 0.36 * means[2]) / 1.96
 
     check_objective(head, target, MtpObjective(chunk_tokens=7), written_out)
-
-
-def test_a_head_that_knows_the_text_is_accepted(target: Target) -> None:
-    check_over_fit("mtp", target, MtpObjective(), steps=120, least=3.0)
 
 
 def test_folder_round_trip(target: Target, tmp_path: Path) -> None:
