@@ -64,8 +64,14 @@ def read_entry(run: Path) -> list[Entry]:
     method = str(report.drafter.get("method", "drafter"))
     label = name if method in name else f"{name} ({method})"
     label = label if report.drift is None else f"{label}, tunes its target"
-    entries = [Entry(label, report.overall, report.drafter.get("parameters"), None if seconds is None else seconds / 60, same)]
-    return entries + [Entry(other.drafter, other.results, None, None, same) for other in report.others]
+    minutes = None if seconds is None else seconds / 60
+    entries = [Entry(label, _comparable(report.overall), report.drafter.get("parameters"), minutes, same)]
+    return entries + [Entry(other.drafter, _comparable(other.results), None, None, same) for other in report.others]
+
+
+def _comparable(rows: Sequence[Row]) -> list[Row]:
+    """Those of plain temperatures: what a model's own sampling is differs from model to model."""
+    return [row for row in rows if not row.defaults]
 
 
 def _same(report: Report) -> tuple[str, ...]:
@@ -139,7 +145,7 @@ def _deviation(row: Row) -> float:
     return math.log(high / low) / (2 * Z95) if low > 0 else math.inf
 
 
-HEAD = ("drafter", "T", "gate", "tau (95 %)", "acc.", "tok/s", "speed-up (95 %)", "size", "train")
+HEAD = ("drafter", "T", "gate", "tau (95 %)", "acc.", "tok/s", "speed-up (95 %)", "size (memory)", "train")
 
 
 def cells(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
@@ -157,7 +163,8 @@ def cells(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
                     f"{100 * row.acceptance_rate:.0f} %",
                     f"{row.tokens_per_second.speculative:.0f}" if row.passed else FAIL,
                     gain if row.passed else FAIL,
-                    ABSENT if entry.parameters is None else f"{entry.parameters / 1e6:.2f} M",
+                    (ABSENT if entry.parameters is None else f"{entry.parameters / 1e6:.2f} M")
+                    + ("" if row.memory is None else f" ({row.memory.speculation:.1f} MiB)"),
                     ABSENT if entry.minutes is None else f"{entry.minutes:.1f} min",
                 )
             )
@@ -186,16 +193,26 @@ def comparison_markdown(entries: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _cost_panels(order: Sequence[Entry]) -> list[tuple[str, list[float | None]]]:
+    """What each drafter costs beside time: (label, one value a drafter)."""
+    memory = [next((row.memory.speculation for row in entry.rows if row.memory is not None), None) for entry in order]
+    return [("memory, MiB", memory), ("training, minutes", [entry.minutes for entry in order])]
+
+
 def comparison_plot(entries: Sequence[Entry], path: Path) -> None:
-    """Bars of tau and of the speed-up with their intervals, one group a drafter, one colour a temperature. Written as PNG or SVG, by the suffix."""
+    """Bars of tau and of the speed-up with their intervals, one colour a temperature, and of what drafters cost. PNG or SVG, by the suffix."""
     from matplotlib.figure import Figure
 
     passed = [entry for entry in entries if all(row.passed for row in entry.rows)]
     order = [entry for entry, _ in ranked(passed, temperatures(passed)[0])] if passed else []
     if not order:
         raise UserError("compare: wanted at least one drafter that passed the losslessness gate for a plot, got none")
-    figure = Figure(figsize=(10, 1.2 + 0.55 * len(order)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    costs = [panel for panel in _cost_panels(order) if any(value is not None for value in panel[1])]
+    figure = Figure(figsize=(10 + 2.5 * len(costs), 1.2 + 0.55 * len(order)), layout="constrained")
+    left, right, *others = figure.subplots(1, 2 + len(costs), sharey=True, width_ratios=[2, 2, *[1] * len(costs)])
+    for axes, (label, spent) in zip(others, costs, strict=True):
+        axes.barh(range(len(order)), [value or 0.0 for value in spent], height=0.6, color="0.6")
+        axes.set_xlabel(label)
     shown = temperatures(order)
     height = 0.8 / len(shown)
     for index, temperature in enumerate(shown):
@@ -213,6 +230,6 @@ def comparison_plot(entries: Sequence[Entry], path: Path) -> None:
     right.set_xlabel("speed-up over our own plain decoding")
     right.axvline(1, color="black", linewidth=0.8)
     left.legend(frameon=False)
-    for axes in (left, right):
+    for axes in (left, right, *others):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

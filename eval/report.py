@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import rich.markup
 import rich.table
 
 from .. import UserError
+from .cost_model import CostModel
 from .schema import SCHEMA, Report, Row, Span
 
 FILES = ("report.json", "report.md", "report.html")
@@ -45,7 +47,10 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
         "other drafters, which need no training, on the prompts that were timed and in the same turns: what a trained one has to beat.",
     ),
     ("eager", "transformers generate with its default settings, the baseline that most papers use."),
-    ("interval", "95 %, paired bootstrap over prompts."),
+    ("assisted", "transformers generate with the same draft model (assistant_model), prefill included on both sides."),
+    ("ceiling", "the speed-up of a perfect drafter of this shape, by the cost model: every round emits depth + 1 tokens."),
+    ("speculation needs", "memory beyond plain decoding: the drafter's weights and state, cache slots and logits of draft nodes."),
+    ("interval", "95 %, paired bootstrap over prompts, widened for small numbers of them."),
 )
 
 
@@ -80,7 +85,8 @@ def _label(described: Mapping[str, Any], *keys: str) -> str:
 
 
 def _setting(row: Row) -> str:
-    return f"T={row.temperature:g}, batch {row.batch}"
+    own = ", the model's own sampling" if row.defaults else ""
+    return f"T={row.temperature:g}{own}, batch {row.batch}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,19 @@ class _Cells:
     end_to_end_ci: str
     vs_eager: str
     vs_eager_ci: str
+    vs_assisted: str
+    vs_assisted_ci: str
+    ceiling: str
+    memory: str
+    reason: str
+
+
+def _found(row: Row) -> str:
+    """What the gate found, in few words."""
+    gate = row.lossless
+    if gate.test is not None:
+        return f"{gate.test.tokens:,} tokens tested, p = {gate.test.p_value:.2g}"
+    return f"{gate.identical:,}/{gate.checked:,} identical"
 
 
 def _cells(row: Row, *, times: str, name_rule: bool) -> _Cells:
@@ -118,10 +137,10 @@ def _cells(row: Row, *, times: str, name_rule: bool) -> _Cells:
     return _Cells(
         row=row,
         suite=row.suite + (f" / {row.category}" if row.category != "all" else "") + (f" ({row.rule})" if name_rule else ""),
-        temperature=f"{row.temperature:g}",
+        temperature=f"{row.temperature:g}{' (own)' if row.defaults else ''}",
         batch=str(row.batch),
         lossless="PASS" if row.passed else FAIL,
-        identical=f"{gate.identical:,}/{gate.checked:,} identical",
+        identical=_found(row),
         tau=f"{row.tau:.2f}",
         tau_ci=_span(row.tau_ci, row.prompts),
         acceptance=_percent(row.acceptance_rate),
@@ -134,6 +153,11 @@ def _cells(row: Row, *, times: str, name_rule: bool) -> _Cells:
         end_to_end_ci=gain_ci(whole.engine_ci),
         vs_eager=gain(ratios.eager),
         vs_eager_ci=gain_ci(ratios.eager_ci),
+        vs_assisted=gain(ratios.assisted),
+        vs_assisted_ci=gain_ci(ratios.assisted_ci),
+        ceiling=ABSENT if row.limits is None else gain(row.limits.ceiling),
+        memory=ABSENT if row.memory is None else f"{_number(row.memory.speculation)} MiB",
+        reason=gate.reason or "",
     )
 
 
@@ -174,6 +198,28 @@ def drift_sentence(report: Report) -> str:
         f"({_count(drift.tokens, 'token')}) have perplexity {drift.original_perplexity:.3f} for the original and {drift.tuned_perplexity:.3f} for "
         f"the tuned target; both have the same likeliest token at {_percent(drift.same_argmax)} of their positions; "
         f"{_percent(drift.same_generations)} of the greedy responses are identical."
+    )
+
+
+def _reasons(report: Report) -> list[str]:
+    """Why rows failed, beyond tokens that differ."""
+    return [f"{FAIL}, {row.suite}, {_setting(row)}: {row.lossless.reason}" for row in report.failed if row.lossless.reason]
+
+
+def _words(report: Report) -> list[str]:
+    """What the cost model says; nothing where a gate failed: it speaks of speed-ups."""
+    return report.costs.words if report.costs is not None and not report.failed else []
+
+
+def _test_sentence(report: Report) -> str:
+    """How losslessness was judged where output is not token-identical. Empty where it is everywhere."""
+    tests = [row.lossless.test for row in report.overall if row.lossless.test is not None]
+    if not tests:
+        return ""
+    least = max(test.detects_tv for test in tests)
+    return (
+        f"This rule draws its own sample, so that its tokens are tested for the target's distribution instead: chi-square over {tests[0].bins} bins, "
+        f"level {tests[0].level:g}; a bias of {_percent(least)} (total variation over the bins) would be found with probability {tests[0].power:g}."
     )
 
 
@@ -223,7 +269,7 @@ def terminal_table(report: Report) -> rich.console.Group:
     title = f"{_title(report)}, {suites[0]}" if len(suites) == 1 else _title(report)
     tables = [_terminal_rows(title, _all_cells(report, "x"), len(suites) > 1)]
     tables += [_terminal_rows(f"{name}, the same prompts", cells, len(suites) > 1) for name, cells in _other_cells(report, "x")]
-    words = [rich.markup.escape(text) for text in [drift_sentence(report)] if text]
+    words = [rich.markup.escape(text) for text in [drift_sentence(report), *_reasons(report), *_words(report)] if text]
     return rich.console.Group(*tables, *words)
 
 
@@ -299,6 +345,7 @@ def render_markdown(report: Report) -> str:
                 for c in rows
             ],
         ),
+        *_markdown_costs(report, rows),
         "## Where the time goes",
         _markdown_table(
             ["suite", "T", "batch", "draft", "verify", "overhead", "plain step, ms", "verification, ms", "draft, ms"],
@@ -326,6 +373,41 @@ def render_markdown(report: Report) -> str:
         parts.append(_markdown_table([name, ""], pairs, left=2))
     parts.append(f"{SCHEMA}, {report.created}")
     return "\n\n".join(parts) + "\n"
+
+
+def _markdown_costs(report: Report, rows: Sequence[_Cells]) -> list[str]:
+    """What limits the speed-up, and memory."""
+    limited = [c for c in rows if c.row.limits is not None and c.row.passed]
+    parts = []
+    if limited:
+        table = [
+            (
+                *(c.suite, c.temperature, c.batch, f"{limits.depth}", f"{limits.nodes:.1f}".removesuffix(".0")),
+                *(f"{limits.predicted:.2f}×", f"{100 * limits.error:+.0f} %", c.ceiling, f"{limits.break_even_tau:.2f}"),  # noqa: RUF001
+            )
+            for c in limited
+            if (limits := c.row.limits) is not None
+        ]
+        head = ["suite", "T", "batch", "depth", "nodes", "predicted", "error", "ceiling", "break-even tau"]
+        words = _words(report)
+        parts += ["## What limits it", *(_markdown_cell(word) for word in words), _markdown_table(head, table)]
+    held = [(c, c.row.memory) for c in rows if c.row.memory is not None and c.row.category == "all"]
+    if held:
+        shown = [
+            (
+                *(c.suite, c.temperature, c.batch, _mebibytes(memory.speculative_peak), _mebibytes(memory.engine_peak)),
+                *(_mebibytes(memory.speculation), _mebibytes(memory.drafter)),
+                ", ".join(f"{name} {float(seconds):.1f} s" for name, seconds in c.row.load_seconds.items()) or ABSENT,
+            )
+            for c, memory in held
+        ]
+        head = ["suite", "T", "batch", "peak, speculative", "peak, plain", "speculation needs", "of that weights", "loading"]
+        parts += ["## Memory", _markdown_table(head, shown)]
+    return parts
+
+
+def _mebibytes(value: float | None) -> str:
+    return ABSENT if value is None else f"{_number(value)} MiB"
 
 
 def _bucket_rows(report: Report, rows: Sequence[_Cells]) -> list[tuple[str, ...]]:
@@ -367,6 +449,40 @@ def _curves(report: Report) -> list[_Curve]:
     return curves
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stairs:
+    """The plots of the cost model, of one condition. points: (tokens verified, ms); chosen: tokens of the row's verification."""
+
+    name: str
+    points: list[tuple[float, float]]
+    chosen: float
+    chosen_ms: float
+    t_ar: float
+
+
+def _stairs(report: Report) -> _Stairs | None:
+    """Of the headline's batch."""
+    row = report.headline or next(iter(report.overall), None)
+    if row is None or row.limits is None or report.costs is None:
+        return None
+    conditions = [c for c in CostModel.from_json(report.costs.conditions).conditions if c.batch == row.batch]
+    if not conditions:
+        return None
+    c = conditions[0]
+    tokens = row.limits.nodes + 1
+    shown = [(float(n), ms) for n, ms in c.verify]
+    return _Stairs(name=f"batch {c.batch}, context {c.context:.0f}", points=shown, chosen=tokens, chosen_ms=c.t_verify(tokens), t_ar=c.t_ar)
+
+
+def _by_output(report: Report) -> list[tuple[str, list[tuple[str, float]]]]:
+    """tau by output position: (setting, [(positions, tau)]) of the rows that have a bucket or more."""
+    return [
+        (_setting(row), [(f"{b.start:,}–{b.end:,}" if b.end else f"{b.start:,}+", b.tau) for b in row.tau_by_output_position])  # noqa: RUF001
+        for row in report.overall
+        if row.batch == 1 and len(row.tau_by_output_position) > 1
+    ][:MOST_CURVES]
+
+
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "templates"),
@@ -384,7 +500,8 @@ def render_html(report: Report) -> str:
     overall = [cells for cells in rows if cells.row in report.overall]
     many_suites = len({cells.suite for cells in overall}) > 1
     environment = _environment()
-    environment.filters |= {"percent": _percent, "number": _number, "speed": _speed}
+    environment.filters |= {"percent": _percent, "number": _number, "speed": _speed, "mib": _mebibytes, "tick": lambda value: f"{value:.3g}"}
+    environment.globals |= {"log2": math.log2}
     return environment.get_template(
         "report.html.j2"
     ).render(
@@ -405,6 +522,13 @@ def render_html(report: Report) -> str:
         curves_left_out=len(curves[MOST_CURVES:]),
         settings=_settings(report),
         definitions=DEFINITIONS,
+        test=_test_sentence(report),
+        reasons=_reasons(report),
+        stairs=_stairs(report),
+        by_output=_by_output(report),
+        predictions=report.costs.predictions if report.costs else [],
+        words=_words(report),
+        assisted=any(row.speedup.assisted is not None for row in report.results),
         ties=[(cells, tie) for cells in rows for tie in cells.row.lossless.ties],
     )
 

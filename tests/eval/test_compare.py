@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from draftsmith import UserError
 from draftsmith.cli import app
 from draftsmith.eval.compare import comparison_markdown, comparison_plot, gather, verdicts
 from draftsmith.eval.report import write_report
-from draftsmith.eval.schema import Cost, Lossless, Other, Report, Row, Speedup, SpeedupEndToEnd, TimeSplit, TokensPerSecond
+from draftsmith.eval.schema import Cost, Lossless, Memory, Other, Report, Row, Speedup, SpeedupEndToEnd, TimeSplit, TokensPerSecond
 from typer.testing import CliRunner
 
 
@@ -82,6 +83,17 @@ def test_the_fastest_is_first_and_its_lead_has_an_interval(runs: list[Path]) -> 
     text = comparison_markdown(entries)
     assert text.index("| b (eagle3) | 0") < text.index("| a (medusa) | 0") < text.index("| prompt_lookup | 0") < text.index("| a (medusa) | 1")
     assert "| 2.00 M | 1.5 min |" in text and "Not comparable" not in text
+
+
+def test_memory_stands_beside_the_size_and_a_model_s_own_sampling_is_left_out(tmp_path: Path) -> None:
+    plain = row(0.7, 2.0, 1.2, 1.1)
+    rich = dataclasses.replace(plain, memory=Memory(speculative_peak=None, engine_peak=None, speculation=12.34, drafter=8.0))
+    own = dataclasses.replace(plain, sampling={"temperature": 0.7, "top_p": 0.9, "model_default": True})
+    entries = gather([save(tmp_path / "a", "medusa", [rich]), save(tmp_path / "b", "hydra", [plain, own])])
+    assert [len(entry.rows) for entry in entries] == [1, 1]
+    assert "| 2.00 M (12.3 MiB) | 1.5 min |" in comparison_markdown(entries)
+    comparison_plot(entries, tmp_path / "plot.svg")
+    assert "<!-- memory, MiB -->" in (tmp_path / "plot.svg").read_text()
 
 
 def test_what_failed_the_gate_has_no_speed_and_wins_nothing(runs: list[Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.eval import harness
 from draftsmith.eval.report import read_report, render_html, render_markdown, terminal_table, write_report
-from draftsmith.eval.schema import Report
+from draftsmith.eval.schema import CostReport, Limits, Prediction, Report
 from draftsmith.eval.suites import load_suite
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.schema import TargetRef
@@ -112,6 +112,29 @@ def test_html_is_self_contained_and_escapes_generated_text(report: Report) -> No
     assert "<script" not in page and "&lt;script&gt;" in page
     references = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(https?:)?//", page)
     assert not references
+
+
+def test_what_limits_the_speed_up_is_told_and_drawn(report: Report) -> None:
+    """With a cost model the page has its words, the latency staircase with the draft's size, and predictions beside measurements."""
+    condition = {"batch": 1, "context": 90, "t_ar_ms": 5.0, "fixed_ms": 1.0, "level_ms": 0.5, "node_ms": 0.0, "verify_ms": [[1, 5.0], [8, 6.0]]}
+    points = [Prediction(batch=1, context=90, depth=2, nodes=2, predicted_ms=7.1, measured_ms=7.4, fitted=kind) for kind in (True, False)]
+    limits = Limits(
+        depth=2, nodes=2, predicted=1.11, error=0.02, ceiling=2.22, break_even_tau=1.5, break_even_acceptance=0.4, best_length=3,
+        best_length_speedup=1.3, fitted=False,
+    )  # fmt: skip
+    told = dataclasses.replace(
+        report,
+        results=[dataclasses.replace(row, limits=limits) for row in report.results],
+        costs=CostReport(conditions=[condition], predictions=points, words=["even a perfect draft of this size gains at most 2.22x"]),
+    )
+    page = render_html(told)
+    assert "Even a perfect draft of this size gains at most 2.22x." in page and "Latency of verification" in page
+    assert page.count('class="ring c0"') == 1 and "this draft: 3" in page and "(fitted)" in page
+    assert "perfect draft" in terminal(told) and "## What limits it" in render_markdown(told) and "## Memory" in render_markdown(told)
+    assert Report.from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert "2.22×" not in render_html(failed(told))  # noqa: RUF001
+    piece = told.samples[0].pieces[1]
+    assert piece.offered and "the draft had: “" in page
 
 
 def test_the_gate_fails_when_verification_is_broken(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
