@@ -23,6 +23,7 @@ from .dialect import dump_yaml, parse_yaml
 from .sections import Bound, Items, Pattern, Section, as_mapping, build, describe, misfit, override
 
 BUILTIN = "builtin:"  # the prefix of a target that comes with the package
+LAUNCH = "accelerate/"  # the folder of configurations for `accelerate launch`, which are no recipes
 
 Text = Annotated[str, Pattern(r"[^\x00]+", "that is not empty")]
 RunName = Annotated[str, Pattern(r"[A-Za-z0-9][A-Za-z0-9._-]*", "of letters, digits, '.', '_' and '-' (it names the run's folder)")]
@@ -248,7 +249,9 @@ class Train(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: Seed = 0
     log_every: Size = 10
+    save_every: Size | None = None  # steps between checkpoints to go on from; null: as eval.every
     keep_last: Size = 1  # checkpoints kept for resuming, the best one not counted
+    compile: bool = False  # the drafter's forward pass by torch.compile
     trackers: Annotated[list[Literal["wandb", "tensorboard"]], Items(0, distinct=True)] = field(default_factory=list)
     max_hours: Positive | None = None  # stop in good order after so long; the learning rate falls in time for it
 
@@ -493,8 +496,8 @@ def list_recipes() -> list[RecipeInfo]:
 
 
 def read_recipe_text(name: str) -> str:
-    """The YAML of a recipe that comes with the package, comments and all. Raises UserError naming the nearest one if there is none."""
-    found = _builtin_files()
+    """The YAML of a recipe or launch configuration that comes with the package, comments and all. Raises UserError naming the nearest."""
+    found = _builtin_files() | launch_files()
     if name not in found:
         raise _no_recipe("the name of a recipe that comes with draftsmith", name, found)
     return found[name].read_text(encoding="utf-8")
@@ -534,4 +537,10 @@ def _builtin_files() -> dict[str, Traversable]:
             elif entry.name.endswith(".yaml"):
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
-    return dict(walk(_root(), ""))
+    return {name: file for name, file in walk(_root(), "") if not name.startswith(LAUNCH)}
+
+
+def launch_files() -> dict[str, Traversable]:
+    """The configurations for `accelerate launch` by name, such as "accelerate/fsdp2"."""
+    entries = (_root() / LAUNCH.rstrip("/")).iterdir()
+    return {LAUNCH + entry.name.removesuffix(".yaml"): entry for entry in entries if entry.name.endswith(".yaml")}

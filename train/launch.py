@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
+import yaml
+from accelerate import Accelerator
+
 from .. import UserError
+from .engines import configured
 
 # glibc else gives a step's memory back to the system and asks for it anew: up to 1.3 times the time of a small model's step (two-core Xeon).
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
@@ -32,7 +39,26 @@ def run_processes(arguments: Sequence[str], processes: int) -> int:
             process = subprocess.Popen(command, env={**os.environ, **environment, **place}, stderr=errors)
             stack.callback(_end, process)
             started.append((process, errors))
-        return _watch(started)
+        return _watch(started, stack.enter_context(_passed_on([process for process, _ in started])))
+
+
+@contextlib.contextmanager
+def _passed_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """SIGTERM and SIGINT go to the processes, which save and end. Gives the list of those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        for process in processes:
+            if number == signal.SIGTERM or not sys.stdin.isatty():  # a terminal sends SIGINT to them itself
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -40,14 +66,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _watch(started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -> int:
-    """Wait for all processes. If one fails, the others would wait for it for ever: returns its exit code; what it said is printed."""
+def _watch(started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]], came: list[int]) -> int:
+    """Wait for all processes. If one fails, the others would wait for it for ever: returns its exit code; what it said is printed.
+
+    came: signals that were passed on, after which the main process, which writes what is left of the run, is waited for.
+    """
     main = started[0][0]
     while main.poll() is None or any(process.poll() is None for process, _ in started):
         failed = [(process, errors) for process, errors in started[1:] if process.poll()]
         if failed:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                main.wait(5)  # most often it fails alike, and says why itself
+                main.wait(600 if came else 5)  # most often it fails alike, and says why itself
         if main.poll():
             return int(main.returncode)
         if failed:
@@ -69,18 +98,39 @@ def _free_port() -> int:
 
 def check_launch() -> None:
     """Stop if more processes were asked for than this run has: `accelerate launch --cpu --num_processes 2` drops them without a word."""
-    asked = 1
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
     except (FileNotFoundError, PermissionError):  # not Linux, or another user's process
-        words = []
+        return
     if any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
-        for index, word in enumerate(words):
-            flag, _, value = word.partition("=")
-            if flag in ("--num_processes", "--num-processes"):
-                asked = int(value or words[index + 1])
-    if asked > 1 and int(os.environ.get("WORLD_SIZE", "1")) < asked:
+        _check_world(asked_of_accelerate(words), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_engaged(accelerator: Accelerator) -> None:
+    """Stop if the processes that a launcher started do not know of each other, or a configured engine cannot be engaged."""
+    _check_world(int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes)
+    configured()
+
+
+def asked_of_accelerate(words: Sequence[str]) -> int:
+    """The processes that a command line of `accelerate launch` asks for, by its flag or its configuration."""
+    flags: dict[str, str] = {}
+    for word, following in itertools.pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        flags.setdefault(flag.replace("-", "_"), value or following)
+    if "__num_processes" in flags:
+        return int(flags["__num_processes"])
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    path = Path(flags.get("__config_file", str(home / "accelerate" / "default_config.yaml")))
+    if not path.is_file():
+        return 1
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return int(config.get("num_processes", 1))
+
+
+def _check_world(asked: int, got: int) -> None:
+    if got < asked:
         raise UserError(
-            f"processes: wanted {asked}, got 1, as accelerate dropped the others; on a CPU launch with: "
+            f"processes: wanted {asked}, got {got}, as accelerate dropped the others; on a CPU launch with: "
             f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {asked} -m draftsmith.train RECIPE"
         )

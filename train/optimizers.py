@@ -64,9 +64,25 @@ class Muon(torch.optim.Optimizer):
                     average.lerp_(gradient, 1 - group["momentum"])
                     directions.append(gradient.lerp(average, group["momentum"]))  # Nesterov
                 scale = 0.2 * math.sqrt(max(shape))
-                for p, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):
+                updates = orthogonalise(torch.stack([_whole(direction) for direction in directions]))
+                for p, update in zip(params, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(update.to(p.dtype), alpha=-group["lr"] * scale)
+                    p.add_(_sharded_like(update.to(p.dtype), p), alpha=-group["lr"] * scale)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a matrix of which this process may have a shard (FSDP2): its update hangs on the whole of it."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)  # a cut: every process has it all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
 from rich.console import Console
 
 from .. import UserError
@@ -32,9 +34,10 @@ from .acceptance import add_predictor
 from .calibration import calibrate_drafter
 from .data import prepare
 from .features import load_target, load_whole
+from .guard import STOPPED, Diverged, Interrupted
 from .judging import NOT_MEASURED, measures
 from .language_model import train_language_model
-from .launch import check_launch, run_processes
+from .launch import check_engaged, check_launch, run_processes
 from .loop import fit, progress_bar
 from .objectives import OBJECTIVES
 from .objectives.common import Objective
@@ -42,6 +45,7 @@ from .plan import check_plan
 from .starts import check_draft
 
 console = Console()
+PATIENCE = datetime.timedelta(hours=6)  # of processes that wait for the main one to measure or to write
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,7 +107,13 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     check_draft(recipe)
     for name in recipe.export.formats:
         loader_of(exported_as(recipe), name)
-    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, log_with=list(recipe.train.trackers) or None, project_dir=str(folder))
+    accelerator = Accelerator(
+        mixed_precision=recipe.train.mixed_precision,
+        log_with=list(recipe.train.trackers) or None,
+        project_dir=str(folder),
+        kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=PATIENCE)],  # `engines.Loss` says what is in half precision
+    )
+    check_engaged(accelerator)
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
@@ -126,7 +136,15 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(sample.learned for sample in sequences)}
     if not (folder / "drafter" / "config.json").is_file():
         trained_on = target if recipe.adapter.rank is None else tuning.tunable(recipe, target)
-        figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
+        try:
+            figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
+        except Interrupted as stop:
+            if main_process:
+                print(f"{stop}; start the same command again to go on", file=sys.stderr)
+            return 128 + stop.number
+        except Diverged as error:
+            print(f"error: {error}", file=sys.stderr)
+            return STOPPED
         if main_process:
             if recipe.drafter.predictor:
                 figures["predictor"] = add_predictor(

@@ -1,0 +1,125 @@
+"""A training small enough to be run many times: a tiny random target, random sequences, and a stand-in for measured decoding.
+
+Run by a launcher, it trains under every engine in turn (see `main`): torchrun --nproc_per_node 2 tests/train/small.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from draftsmith.decode.target import Target
+from draftsmith.recipes.schema import DrafterRecipe, load_recipe
+from draftsmith.train import loop
+from draftsmith.train.guard import Interrupted
+from draftsmith.train.run import make_objective
+from draftsmith.train.templates import Sample
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+STEPS = 8
+ENGINES = {
+    "ddp": {},
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+
+
+def recipe(*settings: str) -> DrafterRecipe:
+    base = ["drafter.taps=[1, 2, 3]", "drafter.draft_vocab_size=60", "train.optimizer=adamw", "train.lr=3e-3", "data.train_on=responses"]
+    base += [f"train.steps={STEPS}", "train.batch_size=4", "train.micro_batch_size=1", "train.log_every=1", "eval.every=3", "train.save_every=2"]
+    made = load_recipe("quickstart/eagle3", [*base, *settings])
+    assert isinstance(made, DrafterRecipe)
+    return made
+
+
+def target() -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    return Target(AutoModelForCausalLM.from_config(config), None, "small")
+
+
+def sequences(count: int = 14) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(12, 20, (count,), generator=generator).tolist()
+    return [Sample(torch.randint(3, 97, (length,), generator=generator).tolist(), [(4, length)]) for length in lengths]
+
+
+def fake_tau(recipe: DrafterRecipe, target: Target, drafter: Any) -> float:
+    """Reads all weights, and draws, as measuring does. Here it rises, as weights shrink."""
+    assert not drafter.training
+    torch.rand(7)
+    return 2000 - sum(float(p.detach().abs().sum()) for p in drafter.parameters())
+
+
+@contextmanager
+def stopped_at(step: int | None) -> Iterator[None]:
+    """SIGTERM comes while this step's loss is formed."""
+    original, made = loop.draw_seed, set[int]()
+
+    def draw_seed(seed: int, at: int, micro_batch: int) -> int:
+        if at == step and at not in made:
+            made.add(at)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(seed, at, micro_batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_seed", draw_seed)
+        yield
+
+
+def train(folder: Path, *settings: str, stop: int | None = None) -> list[dict[str, Any]]:
+    """Train, or go on; stop in good order after a step. Returns the curve."""
+    made = recipe(*settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, stopped_at(stop):
+        patch.setattr(loop, "measured_tau", fake_tau)
+        try:
+            loop.fit(made, make_objective(made), folder, Accelerator(), target(), sequences())
+        except Interrupted:
+            assert stop is not None
+    return curve(folder)
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """What of metrics.jsonl does not hang on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "loss", "gradient_norm", "measured_tau") if key in line} for line in lines]
+
+
+def main(folder: Path) -> None:
+    """Under each engine: a whole run; a run that the next engine goes on with after half of it. FSDP2 also with Muon."""
+    names = list(ENGINES)
+    for name in names:
+        with engine(name):
+            train(folder / name)
+    with engine("fsdp2"):
+        train(folder / "fsdp2-muon", "train.optimizer=muon", "train.lr=1e-2")
+    for first, second in zip(names, names[1:] + names[:1], strict=True):
+        with engine(first):
+            train(folder / f"{first}-{second}", stop=3)
+        with engine(second):
+            train(folder / f"{first}-{second}")
+
+
+@contextmanager
+def engine(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in ENGINES[name].items():
+            patch.setenv(key, value)
+        yield
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

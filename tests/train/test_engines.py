@@ -1,0 +1,68 @@
+"""Two processes under DDP, FSDP2, ZeRO-2 and ZeRO-3 compute what one process does, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from . import small
+
+RELATIVE = 1e-4  # of losses and gradient norms, float32: processes add up gradients in another order
+ABSOLUTE = 2e-4  # of weights after the run: steps of AdamW are as large for small gradients as for others
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed (the extra [deepspeed])")
+    folder = tmp_path_factory.mktemp("engines")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", str(Path(small.__file__)), str(folder)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small.train(folder / "single")
+    small.train(folder / "single-muon", "train.optimizer=muon", "train.lr=1e-2")
+    return folder
+
+
+def close(one: Path, other: Path) -> None:
+    mine, theirs = small.curve(one), small.curve(other)
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs] and len(mine) == small.STEPS + 3
+    for a, b in zip(mine, theirs, strict=True):
+        assert a == pytest.approx(b, rel=RELATIVE)
+    first, second = (load_file(folder / "checkpoints" / f"step-{small.STEPS:08d}" / "model.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=ABSOLUTE, rtol=0)
+
+
+@pytest.mark.parametrize("name", list(small.ENGINES))
+def test_the_curve_is_that_of_one_process(runs: Path, name: str) -> None:
+    close(runs / name, runs / "single")
+
+
+def test_muon_under_fsdp2_is_that_of_one_process(runs: Path) -> None:
+    close(runs / "fsdp2-muon", runs / "single-muon")
+
+
+@pytest.mark.parametrize("names", ["ddp-fsdp2", "fsdp2-zero2", "zero2-zero3", "zero3-ddp"])
+def test_one_engine_goes_on_from_the_checkpoint_of_another(runs: Path, names: str) -> None:
+    close(runs / names, runs / "single")
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(runs: Path, tmp_path: Path) -> None:
+    """Its optimizer's state is whole, wherever it comes from."""
+    newest = f"step-{small.STEPS:08d}/optimizer.safetensors"
+    wanted = load_file(runs / "single" / "checkpoints" / newest)
+    for name in small.ENGINES:
+        found = load_file(runs / name / "checkpoints" / newest)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-3)
