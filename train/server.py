@@ -117,10 +117,9 @@ class ByServer:
                 talk.refuse()
                 break
             except openai.OpenAIError as error:
-                tries = self.data.server_retries + 1
                 raise UserError(
-                    f"data.server {self.data.server}: wanted answers of {self.model}, got {_said(error)} (up to {tries} tries); "
-                    "what was answered is kept: mend it, and run this again"
+                    f"data.server {self.data.server}: wanted answers of {self.model}, got {_said(error)} (data.server_retries is "
+                    f"{self.data.server_retries}); what was answered is kept: mend it, and run this again"
                 ) from error
             if not reply.choices:
                 raise UserError(f"data.server {self.data.server}: wanted an answer, got a reply without one")

@@ -8,14 +8,18 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from draftsmith import UserError
-from draftsmith.recipes.schema import Data, DrafterRecipe, Eval, TargetRef
+from draftsmith.cli import _use_template, app
+from draftsmith.decode.prompts import render_prompt
+from draftsmith.recipes.schema import Data, DrafterRecipe, Eval, TargetRef, to_yaml
 from draftsmith.train.inspection import inspect, print_inspection, write_html
 from rich.console import Console
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from .families import DEEPSEEK_R1, LLAMA3, PHI3, QWEN3, Family
 
@@ -124,6 +128,32 @@ def test_answers_of_the_target_are_shown_where_there_are_some(tmp_path: Path) ->
     assert "which training will refuse: other template, data, documents" in inspection.note
     (one,) = inspection.documents
     assert one.encoded.text == "<|user|>\nHi<|end|>\n<|assistant|>\nWell" and [lint.name for lint in inspection.lints] == ["truncated answers"]
+
+
+def test_the_commands_show_write_and_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(recipe(tmp_path, DEEPSEEK_R1, [TALK])))
+    done = CliRunner().invoke(app, ["data", "inspect", str(path), "--html", str(tmp_path / "page.html")])
+    assert done.exit_code == 1 and "template mismatch: 1 of 1" in done.output and (tmp_path / "page.html").is_file()
+    done = CliRunner().invoke(app, ["data", "regenerate", str(path)])
+    assert isinstance(done.exception, UserError) and str(done.exception).startswith("data.responses: wanted target, got given")
+    for command in ("inspect", "regenerate"):
+        done = CliRunner().invoke(app, ["data", command, "quickstart/target"])
+        assert isinstance(done.exception, UserError) and str(done.exception).startswith("kind: wanted a drafter's recipe")
+
+
+def test_a_drafter_s_prompts_are_rendered_as_in_its_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """By what its contract says; what the command line says instead goes first, and is told."""
+    tokenizer, _ = QWEN3.tokenizer()
+    target = SimpleNamespace(tokenizer=tokenizer)
+    _use_template(target, {"template": {"enable_thinking": False}}, None)  # type: ignore[arg-type]
+    ids = render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+    assert str(tokenizer.decode(ids)).endswith("<think>\n\n</think>\n\n") and capsys.readouterr().err == ""
+    _use_template(target, {"template": {"enable_thinking": False}}, ["enable_thinking=true"])  # type: ignore[arg-type]
+    ids = render_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+    assert str(tokenizer.decode(ids)).endswith("assistant\n") and "not with this enable_thinking" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--template: wanted key=value, got enable_thinking"):
+        _use_template(target, {}, ["enable_thinking"])  # type: ignore[arg-type]
 
 
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
