@@ -11,6 +11,9 @@ import torch
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.registry import new_head
+from draftsmith.train.objectives.draft_model import DraftModelObjective
 from draftsmith.train.on_policy import OnPolicyStream, prompt_of
 from draftsmith.train.stream import SequenceStream, Share
 from draftsmith.train.templates import Sample
@@ -112,3 +115,42 @@ def test_a_run_goes_on_in_the_middle(done: int) -> None:
     second = stream(Writer(writer.calls))
     second.load_state_dict(torch.load(kept, weights_only=True))
     assert [rows(next(second)) for _ in range(9 - done)] == steps[done:]
+
+
+def test_training_goes_on_along_the_same_curve_in_the_middle() -> None:
+    """Draft, adapters, optimizer and stream from what a checkpoint holds, between two refreshes: the same losses, to the last bit."""
+    target = tiny_target()
+    objective = DraftModelObjective()
+
+    def start() -> tuple[DraftModel, torch.optim.Optimizer, OnPolicyStream]:
+        torch.manual_seed(1)
+        draft = new_head("draft_model", target, {"num_layers": 1})
+        assert isinstance(draft, DraftModel)
+        draft.adapt(rank=3)
+        share = Share(batch_size=4)
+        settings: dict[str, Any] = {"mixing": 0.5, "refresh": 6, "temperature": 1.0, "tokens": 5, "batch": 8, "eos": [1], "seed": 2}
+        made = OnPolicyStream(SequenceStream(SEQUENCES, share, 2), draft.snapshot, SEQUENCES, share, **settings)
+        return draft, torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-2), made
+
+    def train(draft: DraftModel, optimizer: torch.optim.Optimizer, steps: OnPolicyStream, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            (batch,) = next(steps)
+            loss, _metrics = objective(draft, draft, target, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    want = train(*start(), 14)
+    first = start()
+    got = train(*first, 8)  # the draft of step 6 has written for steps 7, 9 and 11
+    kept = io.BytesIO()
+    torch.save([part.state_dict() for part in first], kept)
+    kept.seek(0)
+    second, states = start(), torch.load(kept, weights_only=True)
+    second[0].load_state_dict(states[0])
+    second[1].load_state_dict(states[1])
+    second[2].load_state_dict(states[2])
+    assert got + train(*second, 6) == want and len(set(want)) == 14
