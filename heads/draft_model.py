@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import UserError
@@ -262,15 +261,3 @@ def _with_masks(allowed_BTT: Tensor, anchor_BM: Tensor, depth_BM: Tensor) -> Ten
     own_BMM = same_BMM | torch.eye(entries, dtype=torch.bool, device=anchor_BM.device)
     none_BTM = torch.zeros(batch, total, entries, dtype=torch.bool, device=anchor_BM.device)
     return torch.cat([torch.cat([allowed_BTT, none_BTM], dim=2), torch.cat([text_BMT, own_BMM], dim=2)], dim=1)
-
-
-def layer_list(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers."""
-    wanted = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == wanted)
-
-
-def parameters_of(model: nn.Module, embeddings: Sequence[nn.Module] = ()) -> int:
-    """Numbers that a token's forward pass multiplies: all parameters but those of embeddings, whose rows are only looked up."""
-    left_out = {id(p) for module in embeddings for p in module.parameters()}
-    return sum(p.numel() for p in model.parameters() if id(p) not in left_out)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .. import UserError
 from ..decode.fused import FAMILIES
 from ..decode.target import Target
-from ..heads.draft_model import SIZES, layer_list, resized
+from ..heads.draft_model import SIZES, resized
 from ..heads.standalone import early_exit
 from .data import Sequences
 
@@ -183,7 +183,7 @@ def activity(source: Target, sequences: Sequences) -> dict[tuple[str, int], Tens
 
         hooks.append(module.register_forward_hook(hook))
 
-    for index, layer in enumerate(layer_list(source.model)):
+    for index, layer in enumerate(source.layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             listen(layer.get_submodule(norm), _CHANNELS, 0, torch.abs, False)
         listen(layer.get_submodule("mlp.down_proj"), _UNITS, index, torch.abs, True)
