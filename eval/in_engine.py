@@ -24,9 +24,10 @@ from .. import UserError
 from ..decode.engine import Engine
 from ..decode.prompts import render_prompt
 from ..decode.sampling import SamplingParams
-from ..heads.export.common import DRAFT_MODEL, PARD, Source, widened
+from ..heads.export.common import PARD, Source, widened
 from ..heads.export.write import read_json
 from ..heads.head import Head
+from ..heads.pard import Pard
 from ..heads.standalone import Standalone
 from .suites import load_suite
 
@@ -119,7 +120,7 @@ def measure(
     baseline: dict[str, Any] | None = None,
 ) -> InEngine:
     """Compare the engine with the drafter, the engine without, and our own chain decoding. baseline: the engine's result without, if it is known."""
-    depth = source.tuning.tokens if source.method != "mtp" else 1
+    depth = drafted_tokens(source, format_name)
     job = {
         "target": source.target.name,
         "prompts": list(prompts),
@@ -131,8 +132,9 @@ def measure(
     outputs, ours = chain_drafts(source, format_name, prompts, depth, max_tokens)
     identical = sum(a == b for a, b in zip(plain["outputs"], found["outputs"], strict=True))
     drafts: Drafts = found.get("drafts", [])
-    pairs = [(a[: len(b)], b[: len(a)]) for x, y in zip(drafts, ours, strict=False) for a, b in zip(x, y, strict=False)]
-    theirs = acceptance(found["outputs"], drafts) if drafts else accepted_share(found)
+    there, here = placed(found["outputs"], drafts, found.get("first", 1)), placed(outputs, ours)
+    pairs = [(there[place], here[place]) for place in there.keys() & here.keys()]
+    theirs = acceptance(found["outputs"], drafts, found.get("first", 1)) if drafts else accepted_share(found)
     return InEngine(
         engine=format_name,
         versions=found["versions"],
@@ -145,6 +147,16 @@ def measure(
         acceptance_engine=theirs,
         acceptance_ours=acceptance(outputs, ours),
     )
+
+
+def drafted_tokens(source: Source, format_name: str) -> int:
+    """Draft tokens a round: as recommended, but MTP layers draft one in engines, and transformers a whole block of DFlash."""
+    if source.method == "mtp":
+        return 1
+    if source.method == "dflash" and format_name == "transformers":
+        assert source.head is not None and source.head.longest is not None
+        return source.head.longest
+    return source.tuning.tokens
 
 
 def accepted_share(found: dict[str, Any]) -> float:
@@ -173,8 +185,9 @@ def chain_drafts(source: Source, format_name: str, prompts: Sequence[list[int]],
     if source.head is not None:
         drafter = widened(source.head) if source.cut and source.method in WIDE.get(format_name, ()) else source.head
     else:
-        assert source.draft is not None and source.method == DRAFT_MODEL
-        drafter = Standalone(source.draft).bind(source.target)
+        assert source.draft is not None
+        in_parallel = source.mask_token_id is not None and format_name != "transformers"
+        drafter = (Pard(source.draft, source.mask_token_id or 0) if in_parallel else Standalone(source.draft)).bind(source.target)
     proposer, found = drafter.proposer(depth=depth), []
     propose = proposer.propose
 
@@ -194,15 +207,31 @@ def chain_drafts(source: Source, format_name: str, prompts: Sequence[list[int]],
     return outputs, drafts
 
 
-def acceptance(outputs: Sequence[list[int]], drafts: Drafts) -> float:
-    """Accepted / drafted tokens of greedy decoding, the same for both sides: a drafted token is accepted if it and all before it are the output's."""
-    accepted = drafted = 0
-    for text, rounds in zip(outputs, drafts, strict=True):
-        at = 1  # the prefill gives the first token
+def placed(outputs: Sequence[list[int]], drafts: Drafts, first: int = 1) -> dict[tuple[int, int], list[int]]:
+    """{(text, place of the first token that is drafted): draft}, without what lies behind the end.
+
+    Greedy decoding alone tells the places: a drafted token is accepted if it and all before it are the output's. first: that of the first draft; most
+    engines draft once the prefill has given a token.
+    """
+    found = {}
+    for index, (text, rounds) in enumerate(zip(outputs, drafts, strict=False)):
+        at = first
         for draft in rounds:
             if at >= len(text):
                 break
-            draft = draft[: len(text) - at]
-            right = next((index for index, token in enumerate(draft) if token != text[at + index]), len(draft))
-            accepted, drafted, at = accepted + right, drafted + len(draft), at + right + 1
-    return accepted / max(1, drafted)
+            found[index, at] = draft[: len(text) - at]
+            at += accepted(text, at, draft) + 1
+    return found
+
+
+def accepted(text: list[int], at: int, draft: list[int]) -> int:
+    """How many of the draft's tokens are the text's from there on."""
+    pairs = zip(draft, text[at:], strict=False)
+    return next((index for index, (drafted, real) in enumerate(pairs) if drafted != real), min(len(draft), len(text) - at))
+
+
+def acceptance(outputs: Sequence[list[int]], drafts: Drafts, first: int = 1) -> float:
+    """Accepted / drafted tokens of greedy decoding, counted the same for both sides."""
+    places = placed(outputs, drafts, first)
+    right = sum(accepted(outputs[index], at, draft) for (index, at), draft in places.items())
+    return right / max(1, sum(map(len, places.values())))

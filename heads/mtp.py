@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import UserError
 from ..decode.target import Target
 from .blocks import DecoderLayer, RMSNorm
 from .head import LayerConfig, head_sizes, layer_sizes
@@ -31,12 +30,6 @@ class MtpConfig(LayerConfig):
     """Sizes of the head. It reads one feature, the target's last hidden state: after the final norm, or with raw_feature before it."""
 
     raw_feature: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wanted = self.target_num_layers + (not self.raw_feature)
-        if self.taps != (wanted,):
-            raise UserError(f"drafter.taps: wanted [{wanted}] with raw_feature {str(self.raw_feature).lower()}, got {list(self.taps)}; leave it out")
 
     @classmethod
     def for_target(

@@ -93,7 +93,7 @@ def mtp(source: Source) -> Layout:
     layer = source.facts.num_layers
     pattern = rf"model\.layers\.{layer}\..*"
     more, keys = source.tensors(hf_mtp(layer)), {"num_mtp_layers": 1}
-    setup = f't = M.from_pretrained("{{folder}}"); type(t)._keys_to_ignore_on_load_unexpected = [r"{pattern}"]'
+    setup = f't = M.from_pretrained("{{folder}}"); t._keys_to_ignore_on_load_unexpected = [r"{pattern}"]'
     return Layout(
         run(setup, "use_mtp=True"),
         model=lambda folder: save_target(source, folder, more, keys),

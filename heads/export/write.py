@@ -22,6 +22,7 @@ from ...decode.target import Target
 from ..cross_tokenizer import CrossTokenizer
 from ..draft_model import DraftModel
 from ..head import Head, HeadConfig
+from ..own_mtp import OwnMtp
 from ..pard import Pard
 from ..standalone import Standalone
 from . import ENGINES, llamacpp
@@ -72,6 +73,8 @@ def source_of(
     facts = TargetFacts.of(target, name)
     if isinstance(drafter, DraftModel):
         drafter = drafter.standalone()
+    if isinstance(drafter, OwnMtp):
+        raise UserError("export: wanted an MTP head of ours, got one that starts from the target's own layer, which no format takes back yet")
     if isinstance(drafter, Head):
         return Source(drafter.method, target, facts, contract, tuning or Tuning(min(5, drafter.longest or 5)), head=drafter, dtype=dtype)
     if isinstance(drafter, Standalone | CrossTokenizer):
