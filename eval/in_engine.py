@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..heads.export.write import read_json
 from ..heads.head import Head
 from ..heads.pard import Pard
 from ..heads.standalone import Standalone
+from .report import read_report, write_report
 from .suites import load_suite
 
 TOLERANCE = 0.02  # of accepted / drafted: near-ties and the last round of a text differ between engines
@@ -106,8 +107,16 @@ def verify_export(source: Source, format_name: str, folder: Path, python: str | 
     suite = load_suite("stdlib", prompts, split="test")
     ids = [render_prompt(source.target.tokenizer, prompt) for prompt in suite.prompts]
     result = measure(source, format_name, folder, interpreter, ids, tokens)
-    (folder / RESULT).write_text(json.dumps({**asdict(result), "passed": result.passed, "python": interpreter}, indent=2) + "\n")
+    (folder / RESULT).write_text(json.dumps({**asdict(result), "passed": result.passed}, indent=2) + "\n")
     return result
+
+
+def add_to_report(result: InEngine, folder: Path) -> None:
+    """A row "in the engine" in the report of an evaluation, in place of an older one of the same engine. Nothing where there is no report."""
+    if (folder / "report.json").is_file():
+        report = read_report(folder / "report.json")
+        kept = [row for row in report.in_engine if row["engine"] != result.engine]
+        write_report(replace(report, in_engine=[*kept, {**asdict(result), "passed": result.passed}]), folder)
 
 
 def measure(

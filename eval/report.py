@@ -223,6 +223,15 @@ def _test_sentence(report: Report) -> str:
     )
 
 
+def engine_sentences(report: Report) -> list[str]:
+    """What serving engines made of the exported drafter, a sentence each."""
+    return [
+        f"In {row['engine']}: {_percent(row['acceptance_engine'])} of drafted tokens accepted, {_percent(row['acceptance_ours'])} here on the same "
+        f"prompts (chains of {row['tokens']}); output unchanged for {row['outputs_identical']} of {_count(row['prompts'], 'prompt')}."
+        for row in report.in_engine
+    ]
+
+
 def _headline_words(report: Report) -> tuple[str, str, str]:
     """The large figure, its interval (may be empty), and the sentence below it."""
     row = report.headline
@@ -269,7 +278,7 @@ def terminal_table(report: Report) -> rich.console.Group:
     title = f"{_title(report)}, {suites[0]}" if len(suites) == 1 else _title(report)
     tables = [_terminal_rows(title, _all_cells(report, "x"), len(suites) > 1)]
     tables += [_terminal_rows(f"{name}, the same prompts", cells, len(suites) > 1) for name, cells in _other_cells(report, "x")]
-    words = [rich.markup.escape(text) for text in [drift_sentence(report), *_reasons(report), *_words(report)] if text]
+    words = [rich.markup.escape(text) for text in [drift_sentence(report), *engine_sentences(report), *_reasons(report), *_words(report)] if text]
     return rich.console.Group(*tables, *words)
 
 
@@ -332,6 +341,7 @@ def render_markdown(report: Report) -> str:
         f"**{figure}** {_markdown_cell(sentence)}" + (f" {interval}." if interval else ""),
         _gate_sentence(report),
         *(f"**{text}**" for text in [_markdown_cell(drift_sentence(report))] if text),
+        *map(_markdown_cell, engine_sentences(report)),
         "## Results",
         _markdown_table(head, results, left=1),
         "## Drafting",
@@ -512,6 +522,7 @@ def render_html(report: Report) -> str:
         sentence=sentence,
         gate=_gate_sentence(report),
         drift=drift_sentence(report),
+        in_engine=engine_sentences(report),
         headline=report.headline,
         rows=rows,
         listed=[*rows, *(cells for _, others in _other_cells(report, "×") for cells in others)],  # noqa: RUF001

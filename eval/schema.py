@@ -338,6 +338,7 @@ class Report:
     others: list[Other] = dataclasses.field(default_factory=list)
     drift: Drift | None = dataclasses.field(default_factory=lambda: None)  # None: the target is the original
     costs: CostReport | None = None
+    in_engine: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each engine that ran the export: `in_engine.InEngine`
 
     def __post_init__(self) -> None:
         _check(self.schema == SCHEMA, "schema", f"{SCHEMA!r}", f"{self.schema!r}; read it with the version of draftsmith that wrote it")

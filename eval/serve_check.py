@@ -1,6 +1,7 @@
 """Every method in every engine that is installed: the same drafts from random weights, the same acceptance of trained drafters.
 
-    python -m draftsmith.eval.serve_check --out runs/serve-check --engine vllm=~/vllm/bin/python --engine transformers [--drafter runs/quickstart/drafter ...]
+    python -m draftsmith.eval.serve_check --out runs/serve-check --engine vllm=~/vllm/bin/python --engine transformers \\
+        --drafter runs/quickstart/drafter --drafter early_exit:0-3
 
 `make serve-check` builds the environments first. Three kinds of cases:
     random      a head of random weights, norms and biases: every round's draft has to be ours (40 rounds at least); nothing is easier to get wrong

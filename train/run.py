@@ -106,7 +106,10 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     tuning.check(recipe, objective)
     check_draft(recipe)
     for name in recipe.export.formats:
-        loader_of(exported_as(recipe), name)
+        try:
+            loader_of(exported_as(recipe), name)
+        except UserError as error:
+            raise UserError(f"export.formats: {error}; export.formats=[] leaves the export out") from error
     accelerator = Accelerator(
         mixed_precision=recipe.train.mixed_precision,
         log_with=list(recipe.train.trackers) or None,
