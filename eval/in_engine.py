@@ -143,6 +143,7 @@ def measure(
     drafts: Drafts = found.get("drafts", [])
     there, here = placed(found["outputs"], drafts, found.get("first", 1)), placed(outputs, ours)
     pairs = [(there[place], here[place]) for place in there.keys() & here.keys()]
+    pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs if a and b]  # some engines draft fewer tokens near the end
     theirs = acceptance(found["outputs"], drafts, found.get("first", 1)) if drafts else accepted_share(found)
     return InEngine(
         engine=format_name,
