@@ -128,6 +128,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase, document: Document, ids: list[in
         tools=document.tools,
         return_dict=True,
         return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},  # a text that is too long is cut later
         **template_variables(tokenizer),
     )
     assert out["input_ids"] == ids, "two renderings of one conversation differ"
