@@ -147,6 +147,7 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
         return early_exit(target, _layers(rest)), {"layers": _layers(rest)}
     folder = Path(name)
     if (folder / "contract.json").is_file():
+        _refuse_export(folder)
         return _open_trained_draft(folder, target) if _is_model(folder) else load_drafter(folder, target)
     hub_name = not folder.exists() and str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
     if not hub_name and not _is_model(folder):
@@ -385,6 +386,16 @@ def tunes_target(name: str | Path) -> bool:
         return "adapter" in json.loads((Path(name) / "contract.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whatever it is, opening it tells
         return False
+
+
+def _refuse_export(folder: Path) -> None:
+    """Raise UserError for a head in an engine's format. A damaged contract is the loader's affair."""
+    try:
+        about = json.loads((folder / "contract.json").read_text(encoding="utf-8")).get("export", {})
+    except (OSError, ValueError, AttributeError):
+        return
+    if "native_config" in about:
+        raise UserError(f"drafter {folder}: wanted a drafter's folder, got one exported for {about['format']}; read it back with draftsmith import")
 
 
 def contract_target(folder: str | Path) -> str | None:

@@ -391,6 +391,11 @@ def test_a_target_that_was_trained_along_is_written_beside_the_drafter(target: T
     assert torch.equal(back(ids).logits, target.model(ids).logits)
 
 
+def test_an_export_is_no_drafters_folder(target: Target, place: Path) -> None:
+    with pytest.raises(UserError, match="got one exported for vllm; read it back with draftsmith import"):
+        open_drafter(written(target, "vllm", "eagle3", place), target)
+
+
 def test_what_is_no_model_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="got prompt_lookup"):
         source_of(open_drafter("prompt_lookup", target)[0], {}, target)
