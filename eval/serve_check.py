@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from .. import UserError
 from ..decode.prompts import render_prompt
 from ..decode.target import Target
+from ..heads.export import ENGINES
 from ..heads.export.common import Source, Tuning
 from ..heads.export.table import TABLE
 from ..heads.export.write import export, read_tuning, source_of
@@ -185,6 +186,13 @@ class Checker:
         return Case(self.engine, method, "trained", result.passed, found, asdict(result))
 
 
+def takes(engine: str, name: str, target: Target) -> bool:
+    """Whether the engine is for such drafters at all: what it refuses is no failure."""
+    source = source_of(*open_drafter(name, target), target)
+    loader = ENGINES[engine].loaders.get(source.method)
+    return loader is not None and loader.refuse(source.head.sizes if source.head else None, source.facts) is None
+
+
 def table(cases: Sequence[Case]) -> Table:
     """Engine, method, case, result."""
     shown = Table("engine", "method", "case", "result", "found", box=None)
@@ -224,8 +232,7 @@ def main(arguments: Sequence[str]) -> int:
         for fault in FAULTS if "fault" in kinds and engine == "vllm" else ():
             done(checker.random("eagle3", fault))
         for name in given.drafter if "trained" in kinds else []:
-            drafter_method = open_drafter(name, target)[0].method
-            if drafter_method in METHODS.get(engine, ()) or (engine == "openvino" and drafter_method == "eagle3"):
+            if takes(engine, name, target):
                 done(checker.trained(name, prompts, given.tokens))
     console.print(table(cases))
     result = {"schema": "draftsmith.serve_check/1", "passed": all(case.passed for case in cases), "cases": [asdict(case) for case in cases]}

@@ -65,9 +65,8 @@ def main(job_file: str, result_file: str) -> None:
         answer = pipeline.generate(genai.TokenizedInputs(ids, ov.Tensor(numpy.ones((1, len(prompt)), dtype=numpy.int64))), config)
         outputs.append(list(answer.tokens[0]))
         if speculative:
-            right = int(answer.extended_perf_metrics.get_num_accepted_tokens())
-            rounds = len(outputs[-1]) - 1 - right  # every round gives one token of the target's own
-            accepted, drafted = accepted + right, drafted + rounds * speculative["num_speculative_tokens"]
+            counted = answer.extended_perf_metrics
+            accepted, drafted = accepted + int(counted.get_num_accepted_tokens()), drafted + int(counted.get_num_draft_tokens())
     metrics = {"num_accepted_tokens": accepted, "num_draft_tokens": drafted}
     versions = {name: version(name) for name in ("openvino-genai", "openvino", "optimum-intel")}
     Path(result_file).write_text(json.dumps({"outputs": outputs, "metrics": metrics, "versions": versions}))
