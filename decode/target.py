@@ -367,15 +367,22 @@ def read_model(
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             path,
             config=asked(config),
             dtype=_DTYPES[dtype],
             revision=revision,
+            output_loading_info=True,
             **({"attn_implementation": attn_implementation} if attn_implementation else {}),
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # missing folder, damaged file, unknown architecture
         raise UserError(f"target {path}: cannot be loaded ({' '.join(str(error).split())[:300]}); give a model folder or a hub name") from error
+    missing = sorted(loading["missing_keys"])  # transformers fills them with random numbers, and goes on
+    if missing:
+        raise UserError(
+            f"target {path}: wanted all weights in its checkpoint, got none of {', '.join(missing[:3])}; if they are tied to others, "
+            "config.json has to say tie_word_embeddings"
+        )
     return model.to(device), tokenizer, config
 
 

@@ -337,6 +337,9 @@ def load_drafter(folder: str | Path, target: Target, *, dtype: torch.dtype | Non
             raise UserError(f"drafter {folder}: wanted method {', '.join(METHODS)}, got {method}")
         made, config = METHODS[method] if "layout" not in values else (OwnMtp, OwnMtpConfig)
         drafter = made(config(**values))
+        missing = sorted(set(drafter.state_dict()) - set(tensors))
+        if missing:
+            raise UserError(f"drafter {folder}: wanted all tensors of its config.json, got none of {', '.join(missing[:3])}; use another checkpoint")
         drafter.load_state_dict(tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"drafter {folder}: damaged ({' '.join(str(error).split())[:200]}); use another checkpoint") from error
