@@ -23,6 +23,7 @@ SMALL = [
     "eval.num_prompts=3",
     "eval.max_new_tokens=16",
     "eval.bootstrap=50",
+    "eval.costs=false",  # measured by the tests of the evaluation
     "eval.threads=1",  # measuring the best number takes long where other tests run beside
 ]
 
