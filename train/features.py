@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,8 @@ from .. import UserError
 from ..decode.light import LightTarget
 from ..decode.prompts import set_template
 from ..decode.target import Step, Target
+from ..heads.draft_model import DraftModel
+from ..heads.registry import METHODS, known_settings
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences
 from .objectives.common import Batch, Objective
@@ -138,6 +142,20 @@ def saved_form(recipe: DrafterRecipe, objective: Objective, target: Target, taps
         hidden_size=target.hidden_size,
         topk=min(part.topk, target.vocab_size) if part.logits == "topk" else None,
     )
+
+
+def drafter_taps(recipe: DrafterRecipe, target: Target) -> tuple[int, ...]:
+    """The layers that the recipe's drafter reads, without making it."""
+    method, init = recipe.drafter.method, recipe.drafter.init
+    if method == DraftModel.method:
+        return ()
+    config = Path(init or "", "config.json")
+    if init and config.is_file():
+        try:
+            return tuple(json.loads(config.read_text(encoding="utf-8"))["taps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"drafter.init {init}: wanted a drafter's folder, got a config.json without taps ({error})") from error
+    return tuple(METHODS[method][1].for_target(target, **known_settings(method, recipe.drafter.settings)).taps)
 
 
 def data_settings(recipe: DrafterRecipe) -> dict[str, Any]:

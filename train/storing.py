@@ -8,10 +8,9 @@ import time
 from rich.console import Console
 
 from .. import UserError
-from ..heads.registry import new_head
 from ..recipes.schema import DrafterRecipe
 from .data import prepare
-from .features import check_source, data_settings, load_whole, saved_form
+from .features import check_source, data_settings, drafter_taps, load_whole, saved_form
 from .loop import progress_bar
 from .plan import check_plan
 from .run import make_objective
@@ -29,9 +28,7 @@ def make_store(recipe: DrafterRecipe, console: Console, sample_tokens: int | Non
     objective, folder = make_objective(recipe), recipe.features_folder
     check_plan(recipe, objective, sample_tokens=sample_tokens)
     target = load_whole(recipe, recipe.target.device)
-    head = new_head(recipe.drafter.method, target, recipe.drafter.settings)
-    taps = tuple(head.taps)
-    del head
+    taps = drafter_taps(recipe, target)
     with progress_bar(True) as bar:
         began = time.monotonic()
         task = bar.add_task("target's own responses", total=None, note="")
