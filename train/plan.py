@@ -38,7 +38,7 @@ from ..heads.head import Head
 from ..heads.registry import METHODS, known_settings, new_head
 from ..recipes.schema import DrafterRecipe
 from .bench import RandomTarget
-from .features import layers_read, saved_form
+from .features import check_source, layers_read, saved_form
 from .judging import measures
 from .objectives.common import Batch, Objective
 from .optimizers import Muon, Part, make_optimizers
@@ -123,6 +123,8 @@ class PlannedTarget(Target):
 def planned_target(recipe: DrafterRecipe, config: str | Path | None = None, default_dtype: str = "float32") -> PlannedTarget:
     """From `config`, a config.json, or from that of the recipe's target. Raises UserError if there is none, or of a model that cannot be a target."""
     place = str(config) if config is not None else recipe.target.location
+    if config is not None and not Path(config).exists():
+        raise UserError(f"--config: wanted a model's config.json, or a folder with one, got {config}, which does not exist")
     try:
         if Path(place).is_file():
             values = json.loads(Path(place).read_text(encoding="utf-8"))
@@ -304,6 +306,7 @@ def make_plan(
     config: see `planned_target`. device: one of DEVICES; None: what this machine has. processes: each has a device of its own. sample_tokens: of a
     training sequence, on average; None: data.sequence_length, the most. activations: measure those of the drafter, which takes about a second.
     """
+    check_source(recipe)
     hardware, available = _hardware(recipe, device)
     target = planned_target(recipe, config, "float32" if hardware.name == "cpu" else "bfloat16")
     drafter = planned_drafter(recipe, target)

@@ -141,6 +141,15 @@ def test_a_flipped_byte_is_found_and_named(tmp_path: Path, shard: int) -> None:
     assert Store(tmp_path).verify() == [f"{path.name}: {len(content) - 9} bytes, wanted {len(content)}"]
 
 
+def test_a_torn_line_of_the_index_is_written_anew(tmp_path: Path) -> None:
+    write_store(tiny_target(), sequences(), tmp_path, saved(), {}, shard_bytes=SHARD)
+    whole = shards_of(tmp_path)
+    index = tmp_path / "index.jsonl"
+    index.write_bytes(whole["index.jsonl"][: 20 - len(whole["index.jsonl"].splitlines(keepends=True)[-1])])
+    write_store(tiny_target(), sequences(), tmp_path, saved(), {}, shard_bytes=SHARD)
+    assert shards_of(tmp_path) == whole
+
+
 def test_a_damaged_index_is_found(tmp_path: Path) -> None:
     write_store(tiny_target(), sequences(), tmp_path, saved(), {}, shard_bytes=SHARD)
     index = tmp_path / "index.jsonl"
