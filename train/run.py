@@ -43,6 +43,7 @@ from .objectives import OBJECTIVES
 from .objectives.common import Objective
 from .plan import check_plan
 from .starts import check_draft
+from .tracking import log_report
 
 console = Console()
 PATIENCE = datetime.timedelta(hours=6)  # of processes that wait for the main one to measure or to write
@@ -155,9 +156,14 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
                 )
             (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     accelerator.wait_for_everyone()
-    accelerator.end_training()
-    if not main_process:
-        return 0
+    try:
+        return _conclude(recipe, folder, accelerator, target, figures) if main_process else 0
+    finally:
+        accelerator.end_training()
+
+
+def _conclude(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: Target, figures: dict[str, Any]) -> int:
+    """What the main process does when all have trained."""
     if (folder / "training.json").is_file():
         figures = json.loads((folder / "training.json").read_text())
     if not measures(recipe):
@@ -166,7 +172,9 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
         target = load_whole(recipe, str(accelerator.device))
     calibrate_drafter(recipe, folder / "drafter", target)
-    return _finish(_measure(recipe, folder, target, figures), folder)
+    report = _measure(recipe, folder, target, figures)
+    log_report(accelerator, report, folder / "eval")
+    return _finish(report, folder)
 
 
 def make_objective(recipe: DrafterRecipe) -> Objective:
