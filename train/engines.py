@@ -122,10 +122,10 @@ class Engine(ABC):
         return {name: _gathered(tensor.detach()) for name, tensor in self.trainee.module.state_dict().items()}
 
     def optimizer_state(self) -> OptimizerState:
-        """Whole."""
-        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+        """Whole. In one order in all processes, as gathering is a conversation: a file's tensors come in any."""
+        states = {p: sorted(state.items()) for optimizer in self.optimizers for p, state in optimizer.state.items()}
         named = self.trainee.module.named_parameters()
-        return {name: {key: _gathered(torch.as_tensor(value)) for key, value in states[p].items()} for name, p in named if p in states}
+        return {name: {key: _gathered(torch.as_tensor(value)) for key, value in states[p]} for name, p in named if p in states}
 
     def load_optimizer(self, state: OptimizerState) -> None:
         """Go on from a state. Raises UserError if it is of another optimizer."""

@@ -99,18 +99,15 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    """Under each engine: a whole run; a run that the next engine goes on with after half of it. FSDP2 also with Muon."""
-    names = list(ENGINES)
-    for name in names:
+    """A run under each engine, one under FSDP2 with Muon, and one in which each engine goes on from the checkpoint of the one before."""
+    for name in ENGINES:
         with engine(name):
             train(folder / name)
     with engine("fsdp2"):
         train(folder / "fsdp2-muon", "train.optimizer=muon", "train.lr=1e-2")
-    for first, second in zip(names, names[1:] + names[:1], strict=True):
-        with engine(first):
-            train(folder / f"{first}-{second}", stop=3)
-        with engine(second):
-            train(folder / f"{first}-{second}")
+    for name, stop in (("zero3", 0), ("ddp", 1), ("fsdp2", 3), ("zero2", 4), ("zero3", 6), ("fsdp2", None)):
+        with engine(name):
+            train(folder / "relay", stop=stop)
 
 
 @contextmanager

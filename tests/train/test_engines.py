@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from . import small
 
-RELATIVE = 1e-4  # of losses and gradient norms, float32: processes add up gradients in another order
-ABSOLUTE = 2e-4  # of weights after the run: steps of AdamW are as large for small gradients as for others
+RELATIVE = 1e-5  # of losses and gradient norms, float32: processes add up gradients in another order
+ABSOLUTE = 2e-5  # of weights after the run: steps of AdamW are as large for small gradients as for others
+MOMENTS = 1e-4  # of AdamW's moments, of the largest
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", str(Path(small.__file__)), str(folder)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
     small.train(folder / "single")
     small.train(folder / "single-muon", "train.optimizer=muon", "train.lr=1e-2")
@@ -52,17 +53,16 @@ def test_muon_under_fsdp2_is_that_of_one_process(runs: Path) -> None:
     close(runs / "fsdp2-muon", runs / "single-muon")
 
 
-@pytest.mark.parametrize("names", ["ddp-fsdp2", "fsdp2-zero2", "zero2-zero3", "zero3-ddp"])
-def test_one_engine_goes_on_from_the_checkpoint_of_another(runs: Path, names: str) -> None:
-    close(runs / names, runs / "single")
+def test_one_engine_goes_on_from_the_checkpoint_of_another(runs: Path) -> None:
+    close(runs / "relay", runs / "single")
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(runs: Path, tmp_path: Path) -> None:
-    """Its optimizer's state is whole, wherever it comes from."""
-    newest = f"step-{small.STEPS:08d}/optimizer.safetensors"
-    wanted = load_file(runs / "single" / "checkpoints" / newest)
-    for name in small.ENGINES:
-        found = load_file(runs / name / "checkpoints" / newest)
+def test_checkpoints_hold_the_whole_state_whatever_engine_wrote_them(runs: Path) -> None:
+    """The optimizer's state is whole, wherever it comes from, and that of one process."""
+    newest = f"checkpoints/step-{small.STEPS:08d}/optimizer.safetensors"
+    wanted = load_file(runs / "single" / newest)
+    for name in (*small.ENGINES, "relay"):
+        found = load_file(runs / name / newest)
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
-            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(found[key], value, atol=MOMENTS * float(value.abs().max()), rtol=0)
