@@ -47,7 +47,7 @@ RECIPE = [
 
 
 def start(folder: Path, processes: int) -> subprocess.Popen[bytes]:
-    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
+    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *launcher, "-m", "draftsmith.train", *RECIPE, f"out={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"ACCELERATE_USE_CPU": "true"} if processes > 1 else {})
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
