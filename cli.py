@@ -46,6 +46,7 @@ Template = Annotated[
     typer.Option(help="key=value for the target's chat template, such as enable_thinking=false; as the drafter was trained, if not given"),
 ]
 SampleTokens = Annotated[int | None, typer.Option(min=1, help="what a sequence has on average, for the plan; data.sequence_length if not given")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile for the target's layers; the first requests wait for the compiler")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.steps=100")]
 
 
@@ -98,10 +99,13 @@ def eval_command(
     assisted: Annotated[bool, typer.Option(help="time transformers' assisted generation too, if the drafter is a causal LM")] = True,
     floor: Annotated[bool, typer.Option(help="measure prompt lookup beside it: what costs nothing")] = True,
     costs: Annotated[bool, typer.Option(help="fit the cost model: what limits the speed-up")] = True,
-    other: Annotated[list[str] | None, typer.Option(help="another drafter, on the timed prompts; may be given several times")] = None,
+    other: Annotated[
+        list[str] | None, typer.Option(help="another drafter, on the timed prompts, or free: all that need no training and no data; may be repeated")
+    ] = None,
     seed: int = 0,
     cross_tokenizer: CrossTokenizer = False,
     template: Template = None,
+    compile: Compile = False,
 ) -> None:
     """Measure a drafter: the losslessness gate, tau, and the speed against all baselines. Exits with 1 if the gate fails."""
     import time
@@ -143,6 +147,8 @@ def eval_command(
     began = time.perf_counter()
     loaded = Target.load(TargetRef(path=target).location)
     seconds = time.perf_counter() - began
+    if compile:
+        loaded.compile()
     with console.status("evaluation") as status:
         report, _, _ = evaluate_drafter(
             loaded,
@@ -376,6 +382,7 @@ def generate(
     depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
     cross_tokenizer: CrossTokenizer = False,
     template: Template = None,
+    compile: Compile = False,
 ) -> None:
     """Stream text; tokens that were drafted are coloured, the target's own are plain."""
     from .decode.engine import Engine
@@ -389,6 +396,8 @@ def generate(
 
     params = SamplingParams(temperature=temperature, seed=seed)
     loaded = Target.load(TargetRef(path=target).location)
+    if compile:
+        loaded.compile()
     head, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
     _use_template(loaded, contract, template)
     tokenizer = loaded.tokenizer

@@ -4,18 +4,23 @@ A decoding step of a small model, or of any model on a CPU, is mostly the cost o
 one matrix product, norms are one operation, queries and keys are rotated together, and query heads that share keys are rows of one matrix instead of
 copies of the keys. The arithmetic is the family's own, up to rounding. `generate` of transformers keeps its own layers: it is the baseline.
 
-Dims: B batch, N tokens, L visible slots, H hidden, W head width, G query heads that share a key head.
+What lies between two attentions is two functions of tensors alone, `project` and `finish`, which `Fused.compile` hands to `torch.compile`.
+
+Dims: B batch, N tokens, M = B * N rows, L visible slots, H hidden, W head width, G query heads that share a key head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from .. import UserError
 
 # Families whose layer is: norm, attention with optional biases and optional norms of queries and keys, residual; norm, gated SiLU MLP, residual.
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -32,8 +37,21 @@ class Fused:
         self._grouped: Tensor | None = None
         self._rotary: Tensor | None = None
         self._cos = self._sin = torch.empty(0)
+        self.compiled = False
+        self.project: Callable[..., tuple[Tensor, Tensor]] = project
+        self.finish: Callable[..., Tensor] = finish
         for layer in layers:
             self._replace(layer)
+
+    def compile(self, device: torch.device) -> None:
+        """Compile what lies between the attentions, once for all layers. Raises UserError if nothing can be compiled for this device."""
+        try:
+            torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(3, device=device))
+        except Exception as error:  # torch has no class for a missing or broken compiler, and several for what it leads to
+            wanted = "a C++ compiler, such as gcc, and Python's headers" if device.type == "cpu" else "Triton, and a C compiler for its launchers"
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UserError(f"target.compile: wanted {wanted}, got an error of torch.compile ({reason[:200]}); leave it out") from error
+        self.project, self.finish, self.compiled = _compiled(project), _compiled(finish), True
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -54,13 +72,13 @@ class Fused:
 
         layer.forward = forward
 
-    def turn(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate queries and keys [B, heads, N, W]; all layers of a pass share the tables, whose halves are joined with their signs once."""
+    def tables(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [M, 1, W] for `project`; all layers of a pass share them, with the signs of sin's halves set once."""
         if self._rotary is not rotary[0]:
-            cos, sin = rotary[0].unsqueeze(1), rotary[1].unsqueeze(1)
+            cos, sin = (table.flatten(0, 1).unsqueeze(1) for table in rotary)
             half = sin.shape[-1] // 2
             self._rotary, self._cos, self._sin = rotary[0], cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-        return torch.addcmul(states * self._cos, states.roll(states.shape[-1] // 2, dims=-1), self._sin)
+        return self._cos, self._sin
 
     def grouped(self, mask_B1NL: Tensor, group: int) -> Tensor:
         """[B, 1, G * N, L]: the mask of query heads laid out as rows; made once a pass, since all layers are given the same tensor."""
@@ -134,34 +152,55 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         read, gates = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        self._qkv, self._qkv_bias = joined([p.weight for p in read]), _side_by_side([p.bias for p in read])
-        self._output, self._output_bias = joined([attention.o_proj.weight]), attention.o_proj.bias
-        self._gate_up, self._gate_up_bias = joined([p.weight for p in gates]), _side_by_side([p.bias for p in gates])
-        self._down, self._down_bias = joined([mlp.down_proj.weight]), mlp.down_proj.bias
-        self._before, self._between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
-        self._width, self._index, self._scale = int(attention.head_dim), int(attention.layer_idx), float(attention.scaling)
-        self._heads = attention.q_proj.weight.shape[0] // self._width
-        self._kv_heads = attention.k_proj.weight.shape[0] // self._width
+        self.qkv, self.qkv_bias = joined([p.weight for p in read]), _side_by_side([p.bias for p in read])
+        self.output, self.output_bias = joined([attention.o_proj.weight]), attention.o_proj.bias
+        self.gate_up, self.gate_up_bias = joined([p.weight for p in gates]), _side_by_side([p.bias for p in gates])
+        self.down, self.down_bias = joined([mlp.down_proj.weight]), mlp.down_proj.bias
+        self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        self.width, self.index, self.scale = int(attention.head_dim), int(attention.layer_idx), float(attention.scaling)
+        self.heads = attention.q_proj.weight.shape[0] // self.width
+        self.kv_heads = attention.k_proj.weight.shape[0] // self.width
 
     def __call__(self, hidden_BNH: Tensor, model: Fused, mask: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         batch, count, size = hidden_BNH.shape
-        heads, kv_heads, group = self._heads, self._kv_heads, self._heads // self._kv_heads
+        heads, kv_heads, group = self.heads, self.kv_heads, self.heads // self.kv_heads
         hidden = hidden_BNH.reshape(-1, size)
-        mixed = product(self._before(hidden), self._qkv, self._qkv_bias).view(batch, count, -1, self._width).transpose(1, 2)
-        turning = mixed[:, : heads + kv_heads]
-        if self._norms is not None:
-            turning = torch.cat([self._norms[0](mixed[:, :heads]), self._norms[1](mixed[:, heads : heads + kv_heads])], dim=1)
-        turned = model.turn(turning, rotary)
-        query, keys, values = turned[:, :heads], turned[:, heads:], mixed[:, heads + kv_heads :]
+        turned, values = (x.view(batch, count, -1, self.width).transpose(1, 2) for x in model.project(self, hidden, *model.tables(rotary)))
+        query, keys = turned[:, :heads], turned[:, heads:]
         if cache is not None:
-            keys, values = cache.update(keys, values, self._index)
+            keys, values = cache.update(keys, values, self.index)
         if count <= FEW:
-            rows, mask = query.reshape(batch, kv_heads, group * count, self._width), model.grouped(mask, group)
+            rows, mask = query.reshape(batch, kv_heads, group * count, self.width), model.grouped(mask, group)
         else:
             rows, keys, values = query, keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scale)
-        attended = attended.reshape(batch, heads, count, self._width).transpose(1, 2).reshape(-1, heads * self._width)
-        hidden = hidden + product(attended, self._output, self._output_bias)
-        gate, up = product(self._between(hidden), self._gate_up, self._gate_up_bias).chunk(2, dim=-1)
-        return (hidden + product(functional.silu(gate) * up, self._down, self._down_bias)).view(batch, count, size)
+        attended = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self.scale)
+        attended = attended.reshape(batch, heads, count, self.width).transpose(1, 2).reshape(-1, heads * self.width)
+        return model.finish(self, hidden, attended).view(batch, count, size)
+
+
+def project(layer: _Layer, hidden_MH: Tensor, cos_M1W: Tensor, sin_M1W: Tensor) -> tuple[Tensor, Tensor]:
+    """(rotated queries, then keys [M, heads + kv_heads, W]; values [M, kv_heads, W])."""
+    heads, turning = layer.heads, layer.heads + layer.kv_heads
+    mixed = product(layer.before(hidden_MH), layer.qkv, layer.qkv_bias).view(hidden_MH.shape[0], -1, layer.width)
+    states = mixed[:, :turning]
+    if layer.norms is not None:
+        states = torch.cat([layer.norms[0](mixed[:, :heads]), layer.norms[1](mixed[:, heads:turning])], dim=1)
+    return torch.addcmul(states * cos_M1W, states.roll(layer.width // 2, dims=-1), sin_M1W), mixed[:, turning:]
+
+
+def finish(layer: _Layer, hidden_MH: Tensor, attended_MA: Tensor) -> Tensor:
+    """[M, H] the output projection, and the MLP, each with its residual."""
+    hidden = hidden_MH + product(attended_MA, layer.output, layer.output_bias)
+    gate, up = product(layer.between(hidden), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    return hidden + product(functional.silu(gate) * up, layer.down, layer.down_bias)
+
+
+def _compiled(function: Any) -> Callable[..., Any]:
+    """A compiled copy. Its code object is its own, since that is what torch counts recompilations by: other targets do not use up this one's.
+
+    A graph that cannot be made, or has to be made too often, is an error and no silent way back.
+    """
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
+    return compiled

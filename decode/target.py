@@ -125,6 +125,15 @@ class Target:
         model, tokenizer, _ = read_model(path, dtype=dtype, device=device, attn_implementation=attn_implementation, revision=revision)
         return cls(model, tokenizer, path)
 
+    def compile(self) -> None:
+        """From now on run the layers' parts through `torch.compile`. Raises UserError for a model without fused layers, or without a compiler."""
+        if self._fused is None:
+            raise UserError(
+                f"target.compile: wanted a model of the Llama, Mistral, Qwen2 or Qwen3 kind, unquantised and with sdpa attention, got {self.name} "
+                f"({type(self.model).__name__}, {getattr(self.model.config, '_attn_implementation', None)}); leave it out"
+            )
+        self._fused.compile(self.device)
+
     def _find_layers(self) -> nn.ModuleList:
         wanted = int(self.config.num_hidden_layers)
         lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
@@ -309,7 +318,10 @@ class Target:
         self.identity = identity
         for layer in self.layers:
             vars(layer).pop("forward", None)  # fused layers may hold copies of the old weights
+        compiled = self._fused is not None and self._fused.compiled
         self._fused = fuse(list(self.layers), str(getattr(self.model.config, "_attn_implementation", "")))
+        if compiled:
+            self.compile()
 
     def fingerprint(self) -> dict[str, str]:
         """{"tokenizer", "config", "weights"}: short hashes by which a drafter recognises its target, whatever dtype it is loaded in.

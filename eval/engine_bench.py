@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -45,12 +45,13 @@ SHAPES: dict[str, dict[str, int]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
+RANDOM_VOCABULARY = 128256
 Run = Callable[[list[int]], tuple[int, float]]  # prompt -> (new tokens, seconds)
 
 
 def random_target(shape: str, dtype: str, device: str) -> Target:
-    """A Llama of that shape with random weights and a vocabulary of 128,256, for latencies only."""
-    config = LlamaConfig(vocab_size=128256, max_position_embeddings=8192, head_dim=SHAPES[shape]["hidden_size"] // 32, **SHAPES[shape])
+    """A Llama of that shape with random weights and Llama 3's vocabulary, for latencies only."""
+    config = LlamaConfig(vocab_size=RANDOM_VOCABULARY, max_position_embeddings=8192, head_dim=SHAPES[shape]["hidden_size"] // 32, **SHAPES[shape])
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -159,22 +160,30 @@ def _table(result: dict[str, Any]) -> Table:
     return table
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m draftsmith.eval.engine_bench", description="Where the engine's time goes.")
+    """The command line; returns the exit code (2: bad input)."""
+    parser = _Parser(prog="python -m draftsmith.eval.engine_bench", description="Where the engine's time goes.")
     parser.add_argument("--target", default="builtin:quickstart", help="folder, hub name or builtin:NAME")
     parser.add_argument("--drafter", help="a causal LM with the target's tokenizer; if not given, the target's first sixth of its layers")
     parser.add_argument("--random-shape", choices=SHAPES, help="a Llama of this shape with random weights, in place of a target")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--compile", action="store_true", help="torch.compile for the target's layers")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=4, help="draft tokens of the draft model a round")
     parser.add_argument("--lookup", type=int, default=10, help="draft tokens of prompt lookup a round")
     parser.add_argument("--repeats", type=int, default=30, help="measurements of each verification size")
-    options = parser.parse_args(arguments)
     console = Console()
     try:
+        options = parser.parse_args(arguments)
         for name in ("num_prompts", "max_new_tokens", "depth", "lookup", "repeats"):
             if getattr(options, name) < 1 + (name == "max_new_tokens"):
                 raise UserError(f"--{name.replace('_', '-')}: wanted at least {1 + (name == 'max_new_tokens')}, got {getattr(options, name)}")
@@ -189,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: wanted cpu, as this machine has no CUDA, got cuda")
     if options.random_shape:
         dtype = ("bfloat16" if device.startswith("cuda") else "float32") if options.dtype == "auto" else options.dtype
         target = random_target(options.random_shape, dtype, device)
@@ -204,6 +215,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--drafter: wanted a causal LM, which transformers can use too, got a {draft.method} drafter")
     else:
         draft = early_exit(target, range(max(1, target.num_layers // 6)))
+    if options.compile:
+        target.compile()
     threads = choose_threads(target, prompts[0], Settings())
     result = bench(target, draft, prompts, tokens=options.max_new_tokens, depth=options.depth, lookup=options.lookup, repeats=options.repeats)
     return result | {
@@ -211,6 +224,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "dtype": str(target.dtype).removeprefix("torch."),
+            "compile": options.compile,
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
             "draftsmith": __version__,

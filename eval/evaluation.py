@@ -18,7 +18,7 @@ from ..decode.prompts import render_prompt
 from ..decode.proposer import DeviceProposer, Proposer
 from ..decode.target import Target
 from ..decode.verify import rule_for
-from ..heads.registry import Drafter, open_drafter, tunes_target
+from ..heads.registry import Drafter, open_drafter, open_others, tunes_target
 from ..heads.standalone import Standalone
 from ..recipes.schema import Decode, Eval
 from .cost_model import LONGEST, Condition, CostModel, explain, fit
@@ -81,7 +81,7 @@ def evaluate_drafter(
     drafter, contract = open_drafter(name, target, cross_tokenizer=cross_tokenizer)
     seconds = {"drafter": time.perf_counter() - began} | ({} if target_seconds is None else {"target": target_seconds})
     opened(contract)
-    others = {other: open_drafter(other, target, cross_tokenizer=cross_tokenizer)[0] for other in part.others}
+    others = open_others(part.others, target, cross_tokenizer=cross_tokenizer)
     drift = None if original is None else measure_drift(target, original)
     used = decode(drafter) if callable(decode) else decode
     about: dict[str, Any] = {"training": training, "drift": drift, "load_seconds": seconds, "tuned": tuned, "suite": suite, "progress": progress}
@@ -152,8 +152,8 @@ def run_evaluation(
 
 def _beside(target: Target, drafter: Drafter, part: Eval, known: Mapping[str, Drafter]) -> dict[str, Drafter]:
     """The other drafters by name."""
-    names = [*([FLOOR] if part.floor and drafter.method != FLOOR else []), *part.others]
-    return {name: known[name] if name in known else open_drafter(name, target)[0] for name in dict.fromkeys(names)}
+    floor = [FLOOR] if part.floor and drafter.method != FLOOR else []
+    return open_others([name for name in floor if name not in known], target) | (dict(known) or open_others(part.others, target))
 
 
 def conditions(

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,6 +167,12 @@ def open_drafter(name: str | Path, target: Target, *, cross_tokenizer: bool = Fa
             raise
     crossing = CrossTokenizer(draft, target)
     return crossing, {"draft_model": about | {"shared_tokens": len(crossing.shared)}}
+
+
+def open_others(names: Sequence[str], target: Target, *, cross_tokenizer: bool = False) -> dict[str, Drafter]:
+    """Drafters to measure beside another, by name: those of `open_drafter`, and "free" for all of `FREE`. Raises UserError as that does."""
+    expanded = dict.fromkeys(each for name in names for each in (FREE if name == "free" else [name]))
+    return {name: open_drafter(name, target, cross_tokenizer=cross_tokenizer)[0] for name in expanded}
 
 
 def _load_beside(name: str, target: Target) -> Target:

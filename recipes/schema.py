@@ -52,6 +52,7 @@ class TargetRef(Section):
     attn_implementation: Text | None = None  # null: what transformers picks
     revision: Text | None = None  # a branch, tag or commit on the hub
     template: dict[str, Any] = field(default_factory=dict)  # what its chat template is given beside the messages, such as {enable_thinking: false}
+    compile: bool = False  # torch.compile for the layers; the first requests wait for the compiler
 
     @property
     def location(self) -> str:
@@ -329,7 +330,7 @@ class Eval(Section):
     eager: bool = True  # time transformers' own generate too
     assisted: bool = True  # time transformers' assisted generation too, if the drafter is a causal LM
     floor: bool = True  # measure prompt lookup beside it: what costs nothing
-    others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it, such as suffix_automaton
+    others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it: [free], say
     costs: bool = True  # fit the cost model: what limits the speed-up
     bootstrap: Size = 2000  # resamples behind the intervals
     seed: Seed = 0

@@ -99,7 +99,11 @@ def check_source(recipe: DrafterRecipe) -> None:
 def load_whole(recipe: DrafterRecipe, device: str) -> Target:
     """The target with all its layers."""
     ref = recipe.target
+    if ref.compile and recipe.adapter.rank is not None:
+        raise UserError("target.compile: wanted false, as the target changes with its adapter (adapter.rank), got true")
     target = Target.load(ref.location, dtype=ref.dtype, device=device, attn_implementation=ref.attn_implementation, revision=ref.revision)
+    if ref.compile:
+        target.compile()
     return _with_template(target, recipe)
 
 

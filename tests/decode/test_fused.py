@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith import UserError
+from draftsmith.decode.engine import Engine
+from draftsmith.decode.free.lookup import PromptLookup
 from draftsmith.decode.fused import fuse
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
+from draftsmith.heads.standalone import early_exit
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 SIZES: dict[str, Any] = {
@@ -68,7 +75,7 @@ def test_weights_are_held_once_and_generate_keeps_its_own_layers(monkeypatch: py
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     calls: list[int] = []
     assert target._fused is not None
-    monkeypatch.setattr(target._fused, "turn", lambda *_: calls.append(1))
+    monkeypatch.setattr(target._fused, "tables", lambda *_: calls.append(1))
     assert torch.equal(target.model.generate(ids, **options), plain.generate(ids, **options)) and not calls
 
 
@@ -79,3 +86,33 @@ def test_other_models_are_left_alone() -> None:
     adapted = model("llama", torch.float32)
     adapted.model.layers[1].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     assert fuse(list(adapted.model.layers[:1]), "sdpa") is not None and fuse(list(adapted.model.layers), "sdpa") is None
+
+
+torchs_own_warnings = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's compiler still uses it itself
+
+
+@torchs_own_warnings
+def test_compiled_layers_generate_the_same_tokens() -> None:
+    """Plain and speculative decoding, of one node and of many. The compiler takes about 20 CPU seconds on a machine's first run, 4 after that."""
+    plain, compiled = (Target(model("qwen3", torch.float64), None, "qwen3") for _ in range(2))
+    prompts = [[5, 9, 33, 2, 71, 8], [7, 4], [44, 3, 3, 3, 3, 18]]
+    params = [SamplingParams(temperature=temperature, seed=row) for row, temperature in enumerate((0.0, 1.0, 0.7))]
+    want = Engine(plain).generate(prompts, params, 10).tokens
+    before = counters["stats"]["unique_graphs"]
+    compiled.compile()
+    assert Engine(compiled).generate(prompts, params, 10).tokens == want
+    assert Engine(compiled, PromptLookup(3)).generate(prompts, params, 10).tokens == want
+    assert Engine(compiled, early_exit(compiled, [0]).proposer(depth=2)).generate(prompts, params, 10).tokens == want
+    # Two functions, first for the prefill's rows and then for any number, not for each layer or length; and the trial of compile() itself.
+    assert 2 <= counters["stats"]["unique_graphs"] - before <= 5
+
+
+@torchs_own_warnings
+def test_what_cannot_be_compiled_is_one_clear_line() -> None:
+    gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZES, layer_types=["full_attention"] * 3))
+    with pytest.raises(UserError, match=r"target\.compile: wanted a model of the Llama, Mistral, Qwen2 or Qwen3 kind.*got gemma"):
+        Target(gemma, None, "gemma").compile()
+    torch.compiler.reset()  # what was compiled before in this process would be taken
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler"), "fx_graph_cache": False}), pytest.raises(UserError) as refused:
+        Target(model("llama", torch.float32), None, "llama").compile()
+    assert str(refused.value).startswith("target.compile: wanted a C++ compiler, such as gcc") and "\n" not in str(refused.value)

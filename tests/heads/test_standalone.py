@@ -12,7 +12,7 @@ from draftsmith.decode.engine import Engine, Round
 from draftsmith.decode.proposer import Accepted, Extent
 from draftsmith.decode.sampling import Sampler, SamplingParams
 from draftsmith.decode.target import Target
-from draftsmith.heads.registry import open_drafter
+from draftsmith.heads.registry import FREE, open_drafter, open_others
 from draftsmith.heads.standalone import Standalone, early_exit
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
 
@@ -158,3 +158,14 @@ def test_layers_are_named_on_the_command_line() -> None:
     ):
         with pytest.raises(UserError, match=says):
             open_drafter(f"early_exit:{text}", target)
+
+
+def test_free_names_every_drafter_that_needs_nothing_each_once() -> None:
+    target = tiny("llama")
+    others = open_others(["lookahead", "free"], target)
+    assert list(others) == ["lookahead", *(name for name in FREE if name != "lookahead")] and len(FREE) >= 4
+    with pytest.raises(UserError, match="drafter fre: wanted"):
+        open_others(["fre"], target)
+    plain = Engine(target).generate(PROMPTS, SamplingParams(), 8).tokens
+    for drafter in others.values():
+        assert Engine(target, drafter.proposer(depth=3)).generate(PROMPTS, SamplingParams(), 8).tokens == plain
