@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .. import UserError
 from .cache import TreeCache
 from .fused import fuse
+from .halves import linear
 from .proposer import Extent
 from .tree import DraftTree
 
@@ -220,8 +221,10 @@ class Target:
     def _products(self, hidden: Tensor, ids_V: Tensor | None) -> Tensor:
         if ids_V is not None and len(ids_V) < self.vocab_size and type(self.lm_head) is nn.Linear:
             bias = self.lm_head.bias
-            return nn.functional.linear(hidden, self.lm_head.weight[ids_V], None if bias is None else bias[ids_V])
-        logits: Tensor = self.lm_head(hidden)
+            rows = linear(hidden, self.lm_head.weight[ids_V])
+            return rows if bias is None else rows + bias[ids_V]
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
+        logits: Tensor = linear(hidden, self.lm_head.weight) if plain else self.lm_head(hidden)
         return logits if ids_V is None else logits[..., ids_V]
 
     def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, *, gradient: bool = False) -> Step:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention
 from torch.utils._triton import has_triton
 
+from ..decode.halves import Linear, fast_dtype
 from .head import LayerConfig
 
 _CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -43,10 +44,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_dim
         inputs = inputs or config.hidden_size
-        self.q_proj = nn.Linear(inputs, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(inputs, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(inputs, self.kv_heads * self.width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.width, config.hidden_size, bias=False)
+        self.q_proj = Linear(inputs, self.heads * self.width)
+        self.k_proj = Linear(inputs, self.kv_heads * self.width)
+        self.v_proj = Linear(inputs, self.kv_heads * self.width)
+        self.o_proj = Linear(self.heads * self.width, config.hidden_size)
         inverse = config.rope_theta ** (-torch.arange(0, self.width, 2, dtype=torch.float32) / self.width)
         self.register_buffer("inverse_frequency", inverse, persistent=False)
         self.inverse_frequency: Tensor
@@ -78,12 +79,6 @@ class Attention(nn.Module):
         """[B, heads, M, width] -> [B, M, H]."""
         merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return merged
-
-
-def fast_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """The dtype to multiply in: float32 for half precision on a CPU without units for it, which emulates products (measured: 5 times slower)."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and device == "cpu" and not torch.cpu._is_avx512_bf16_supported() else dtype
 
 
 class Documents:
@@ -272,9 +267,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_proj = Linear(hidden, inner)
+        self.up_proj = Linear(hidden, inner)
+        self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import UserError
+from ..decode.halves import Linear
 from ..decode.target import Target
 from .blocks import DecoderLayer, RMSNorm
 from .head import LayerConfig, head_sizes, layer_sizes
@@ -92,7 +93,7 @@ class Eagle3(RecurrentHead):
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in config.taps) if config.norm_features else None
-        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.fc = Linear(len(config.taps) * size, size)
         self.midlayer = MidLayer(config)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(config) for index in range(1, config.num_layers)})
         self.norm = RMSNorm(size, eps)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from .. import UserError
-from ..heads.blocks import fast_dtype
+from ..decode.halves import fast_dtype, row_parts
 
 # On a CPU a chunk of logits that fits into the cache is passed over faster, but with few tokens matrix products are slow.
-_CPU_CHUNK_BYTES, _CPU_CHUNK_TOKENS = 2**23, 256
-_COPY_BYTES = 2**26  # of weights in float32 at once, where half precision is emulated
+_CPU_CHUNK_BYTES, _CPU_CHUNK_TOKENS = 2**24, 512
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -73,9 +72,10 @@ class CrossEntropy(Loss):
         return soft_cross_entropy(logits, probs)
 
     def gradient(self, logits_CV: Tensor, probs_CV: Tensor) -> tuple[Tensor, Tensor]:
-        log_q_CV = logits_CV.log_softmax(-1)
-        loss_C = -torch.mul(probs_CV, log_q_CV, out=logits_CV).sum(-1)
-        return loss_C, torch.exp(log_q_CV, out=logits_CV).sub_(probs_CV)
+        # log sum exp z - p . z, the former read off the largest logit and its q: fewer passes than by log q.
+        top_C, dot_C = logits_CV.amax(-1), torch.linalg.vecdot(probs_CV, logits_CV)
+        q_CV = logits_CV.softmax(-1)
+        return top_C - q_CV.amax(-1).log() - dot_C, q_CV.sub_(probs_CV)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,16 +313,15 @@ def make_loss(name: str, **settings: Any) -> Loss:
 
 
 class _Output:
-    """Products with the output layer's weight [V, H] in autocast's dtype, or its own; in float32, some rows at a time, if that is emulated here."""
+    """Products with the output layer's weight [V, H] in autocast's dtype, or its own; in float32, some rows at a time, where that is faster."""
 
     def __init__(self, weight_VH: Tensor) -> None:
         device = weight_VH.device.type
         wanted = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
         self.dtype = fast_dtype(wanted, device)
-        if weight_VH.numel() * 4 <= _COPY_BYTES or self.dtype.itemsize <= weight_VH.dtype.itemsize:
-            self._parts = [weight_VH.to(self.dtype)]
-        else:
-            self._parts = list(torch.split(weight_VH, max(1, _COPY_BYTES // (4 * weight_VH.shape[1]))))
+        widened = self.dtype.itemsize > weight_VH.dtype.itemsize
+        parts = row_parts(weight_VH) if widened else [weight_VH]
+        self._parts = parts if len(parts) > 1 else [weight_VH.to(self.dtype)]
         self._sizes = [len(part) for part in self._parts]
 
     def logits(self, hidden_CH: Tensor, out_CV: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.heads.blocks import Documents, _flex_unrolled_attention, fast_dtype, plain_unrolled_attention, unrolled_attention, within_documents
+from draftsmith.heads.blocks import Documents, _flex_unrolled_attention, plain_unrolled_attention, unrolled_attention, within_documents
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
 
@@ -94,11 +94,3 @@ def test_what_padding_holds_changes_nothing() -> None:
     for a, b in pairs:
         torch.testing.assert_close(a * real, b * real)
         assert bool(b.isfinite().all())
-
-
-def test_half_precision_is_multiplied_in_itself_where_the_device_has_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert fast_dtype(torch.bfloat16, "cpu") == torch.float32 and fast_dtype(torch.float64, "cpu") == torch.float64
-    assert fast_dtype(torch.bfloat16, "cuda") == torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert fast_dtype(torch.bfloat16, "cpu") == torch.bfloat16

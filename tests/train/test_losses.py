@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from draftsmith import UserError
+from draftsmith.decode import halves
 from draftsmith.recipes import schema
 from draftsmith.train import losses
 from draftsmith.train.losses import LOSSES, acceptance, chunked_loss, chunked_soft_cross_entropy, make_loss, position_weights
@@ -178,15 +179,15 @@ def test_a_large_vocabulary_in_float32() -> None:
     assert float((gradient.double() - exact[1]).norm()) <= 1e-3 * float(exact[1].norm())
 
 
-def test_half_precision_that_is_only_emulated_is_copied_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_without_matrix_units_is_copied_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, weights, probs = case(torch.bfloat16)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(halves, "_has_matrix_units", lambda: False)
     whole = with_gradients(chunked("ce", hidden, weight, weights, probs), hidden, weight)
-    monkeypatch.setattr(losses, "_COPY_BYTES", 4 * HIDDEN * 5)
+    monkeypatch.setattr(halves, "COPY_BYTES", 4 * HIDDEN * 5)
     parts = with_gradients(chunked("ce", hidden, weight, weights, probs), hidden, weight)
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-2)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(halves, "_has_matrix_units", lambda: True)
     native = with_gradients(chunked("ce", hidden, weight, weights, probs), hidden, weight)
     for a, b in zip(native, whole, strict=True):
         assert float((a - b).float().norm()) <= 2e-2 * float(b.float().norm())
