@@ -588,10 +588,10 @@ def plan(
 
 @recipes_app.command("list")
 def list_command() -> None:
-    """Names, kinds, methods."""
-    table = Table("name", "kind", "method", "description", box=None)
+    """Names, methods, targets, the memory of a device that they take (computed), and what they are for."""
+    table = Table("name", "method", "target", "memory", "description", box=None)
     for info in list_recipes():
-        table.add_row(info.name, info.kind, info.method or "-", info.description)
+        table.add_row(info.name, info.method or "-", info.target or "-", info.memory or "-", info.description)
     console.print(table)
 
 

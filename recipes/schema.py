@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -452,12 +453,14 @@ KINDS: dict[str, type[DrafterRecipe] | type[TargetRecipe]] = {"drafter": Drafter
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeInfo:
-    """A recipe that comes with the package; `method` is None for a target's."""
+    """A recipe that comes with the package; `method` and `target` are None for a target's. memory: as its comments say, None if they do not."""
 
     name: str
     kind: str
     description: str
     method: str | None
+    target: str | None
+    memory: str | None
 
 
 def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> DrafterRecipe | TargetRecipe:
@@ -489,10 +492,14 @@ def to_yaml(recipe: DrafterRecipe | TargetRecipe) -> str:
 def list_recipes() -> list[RecipeInfo]:
     """The recipes that come with the package, in the order of their names."""
     infos = []
-    for name, text in sorted(_builtin_files().items()):
-        recipe = parse_recipe(parse_yaml(text.read_text(encoding="utf-8"), name))
-        method = recipe.drafter.method if isinstance(recipe, DrafterRecipe) else None
-        infos.append(RecipeInfo(name=name, kind=recipe.kind, description=recipe.description, method=method))
+    for name, file in sorted(_builtin_files().items()):
+        text = file.read_text(encoding="utf-8")
+        recipe = parse_recipe(parse_yaml(text, name))
+        method, target = (recipe.drafter.method, recipe.target.path) if isinstance(recipe, DrafterRecipe) else (None, None)
+        memory = re.search(r"^# Memory: ([\d.]+ GiB)", text, re.MULTILINE)
+        infos.append(
+            RecipeInfo(name=name, kind=recipe.kind, description=recipe.description, method=method, target=target, memory=memory and memory.group(1))
+        )
     return infos
 
 

@@ -25,7 +25,7 @@ from .. import UserError
 from ..decode.halves import fast_dtype, row_parts
 
 # On a CPU a chunk of logits that fits into the cache is passed over faster, but with few tokens matrix products are slow.
-_CPU_CHUNK_BYTES, _CPU_CHUNK_TOKENS = 2**23, 256
+_CPU_CHUNK_BYTES, _CPU_CHUNK_TOKENS = 2**24, 512
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:

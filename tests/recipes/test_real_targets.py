@@ -10,6 +10,8 @@ import pytest
 import torch
 from draftsmith.decode.target import Target
 from draftsmith.heads.eagle3 import default_taps
+from draftsmith.heads.export.common import TargetFacts
+from draftsmith.heads.export.write import check_export
 from draftsmith.heads.head import Head
 from draftsmith.heads.registry import METHODS, new_head
 from draftsmith.recipes.schema import DrafterRecipe, list_recipes, load_recipe, read_recipe_text
@@ -97,3 +99,20 @@ def test_every_trained_method_has_a_recipe_for_a_real_target() -> None:
     methods = {method for method, _ in used}
     assert methods >= set(METHODS) - {"draft_model"}, "a method without a recipe for a real target"
     assert {"hass", "medusa2"} <= {name for _, name in used}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_takes_what_a_recipe_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load(name)
+    target = target_of(FACTS[name.partition("/")[0]])
+    # Whether embeddings are scaled is found out by looking at some: Gemma's are, and here are none.
+    monkeypatch.setattr(torch, "equal", lambda a, b: not recipe.target.path.startswith("google/gemma"))
+    facts = TargetFacts.of(target, recipe.target.path)
+    for engine in recipe.export.formats:
+        check_export(recipe.drafter.method, drafter_of(recipe, target).sizes, facts, engine, recipe.run_folder / "export" / engine)
+
+
+def test_the_list_tells_target_and_memory() -> None:
+    for info in list_recipes():
+        if info.name in NAMES:
+            assert info.target == load(info.name).target.path and info.memory is not None and float(info.memory.split()[0]) > 0

@@ -72,7 +72,8 @@ def test_every_yaml_begins_with_the_commands_that_run_it() -> None:
 def test_listing_tells_kind_and_method() -> None:
     by_name = {info.name: info for info in list_recipes()}
     eagle, target = by_name[EAGLE], by_name[TARGET]
-    assert eagle == RecipeInfo(name=EAGLE, kind="drafter", description=eagle.description, method="eagle3") and eagle.description
+    assert eagle == RecipeInfo(name=EAGLE, kind="drafter", description=eagle.description, method="eagle3", target="builtin:quickstart", memory=None)
+    assert eagle.description
     assert (target.kind, target.method) == ("target", None)
 
 
