@@ -224,7 +224,7 @@ class Target:
             rows = linear(hidden, self.lm_head.weight[ids_V])
             return rows if bias is None else rows + bias[ids_V]
         plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
-        logits: Tensor = linear(hidden, self.lm_head.weight) if plain else self.lm_head(hidden)
+        logits: Tensor = linear(hidden, self.lm_head.get_parameter("weight")) if plain else self.lm_head(hidden)
         return logits if ids_V is None else logits[..., ids_V]
 
     def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, *, gradient: bool = False) -> Step:

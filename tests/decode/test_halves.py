@@ -39,8 +39,13 @@ def test_values_and_gradients_are_float32s_rounded_once(copy_bytes: int, monkeyp
 
 def test_few_rows_other_dtypes_and_autocast_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "_has_matrix_units", lambda: False)
-    wide = []
-    monkeypatch.setattr(halves._Wide, "apply", lambda *arguments: wide.append(arguments) or functional.linear(*arguments))
+    wide: list[torch.Size] = []
+
+    def apply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide.append(x.shape)
+        return functional.linear(x, weight)
+
+    monkeypatch.setattr(halves._Wide, "apply", apply)
     layer = Linear(16, 8)
     layer(torch.randn(100, 16))
     with torch.autocast("cpu", torch.bfloat16):
