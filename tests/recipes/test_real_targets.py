@@ -115,4 +115,6 @@ def test_an_engine_takes_what_a_recipe_exports(name: str, monkeypatch: pytest.Mo
 def test_the_list_tells_target_and_memory() -> None:
     for info in list_recipes():
         if info.name in NAMES:
-            assert info.target == load(info.name).target.path and info.memory is not None and float(info.memory.split()[0]) > 0
+            recipe = load(info.name)
+            planned = recipe.adapter.rank is None and recipe.target.dtype != "float32"  # neither an adapter nor a laptop's memory is planned
+            assert info.target == recipe.target.path and (info.memory is not None or not planned)
