@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from .. import UserError, __version__
 from ..decode.target import Step, Target
-from ..heads.registry import new_head
+from ..heads.registry import METHODS, new_head
 from .objectives import OBJECTIVES
 from .objectives.common import Batch
 
@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings with defaults resolved. Raises UserError for bad ones."""
     parser = _Parser(prog="python -m draftsmith.train.bench", description="Speed and memory of a training step on random weights.")
-    parser.add_argument("--method", default="eagle3", choices=sorted(OBJECTIVES))
+    parser.add_argument("--method", default="eagle3", choices=sorted(METHODS.keys() & OBJECTIVES.keys() - {"draft_model"}))
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--hidden", type=int, default=512)
