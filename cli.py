@@ -113,6 +113,7 @@ def eval_command(
     from .decode.target import Target
     from .eval.drafting import decode_settings
     from .eval.evaluation import evaluate_drafter
+    from .eval.harness import device_name
     from .eval.report import terminal_table, write_report
     from .heads.tuning import read_tuning
     from .recipes.schema import Decode, Eval, TargetRef
@@ -153,7 +154,7 @@ def eval_command(
         report, _, _ = evaluate_drafter(
             loaded,
             drafter,
-            lambda head: decode_settings(head, tuning, **settings),
+            lambda head: decode_settings(head, tuning, **settings, device=device_name(loaded.device)),
             part,
             cross_tokenizer=cross_tokenizer,
             opened=lambda contract: _use_template(loaded, contract, template),
@@ -390,6 +391,7 @@ def generate(
     from .decode.sampling import SamplingParams
     from .decode.target import Target
     from .eval.drafting import decode_settings, make_proposer
+    from .eval.harness import device_name
     from .heads.registry import open_drafter
     from .heads.tuning import read_tuning
     from .recipes.schema import TargetRef
@@ -408,7 +410,7 @@ def generate(
         console.print(tokenizer.decode(new[drafted:], skip_special_tokens=True), end="", markup=False, highlight=False)
 
     ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-    decode = decode_settings(head, read_tuning(drafter), depth=depth)
+    decode = decode_settings(head, read_tuning(drafter), depth=depth, device=device_name(loaded.device))
     out = Engine(loaded, make_proposer(head, decode, loaded, ids)).generate(
         [ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,10 +94,16 @@ def decode_settings(
     nodes: int | None = None,
     length: str | None = None,
     threshold: float | None = None,
+    device: str | None = None,
 ) -> Decode:
-    """What was asked for; what the drafter was tuned to if nothing was; else a chain. Raises UserError for settings that do not fit each other."""
+    """What was asked for; what the drafter was tuned to if nothing was; else a chain. Raises UserError for settings that do not fit each other.
+
+    device: this machine's; a tuning of another one is used, and that is told on stderr.
+    """
     asked = (tree, depth, topk, nodes, length, threshold)
     if tuning is not None and all(value is None for value in asked):
+        if device is not None and device != tuning.device:
+            print(f"note: the draft is as tuned on {tuning.device}, not for this {device}; draftsmith tune does that", file=sys.stderr)
         return Decode(**tuning.decode)
     tree = tree or "chain"
     depth = default_depth(drafter) if depth is None else depth

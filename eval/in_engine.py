@@ -34,7 +34,7 @@ from .suites import load_suite
 
 TOLERANCE = 0.02  # of accepted / drafted: near-ties and the last round of a text differ between engines
 RESULT = "in_engine.json"
-RUNNERS = {"vllm": "vllm", "speculators": "vllm", "transformers": "transformers", "openvino": "openvino", "llamacpp": "llamacpp"}
+RUNNERS = {"vllm": "vllm", "speculators": "vllm", "transformers": "transformers", "openvino": "openvino"}
 VLLM_METHODS = {"eagle1": "eagle", "p_eagle": "eagle3", PARD: "draft_model"}
 WIDE = {"vllm": ("eagle1", "mtp"), "transformers": ("dflash", "mtp"), "llamacpp": ("dflash",)}  # drafted from the whole vocabulary there
 Drafts = list[list[list[int]]]  # of every prompt, of every round

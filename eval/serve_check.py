@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m draftsmith.eval.serve_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of exports and of serve_check.json")
-    parser.add_argument("--engine", action="append", default=[], help="NAME=PYTHON, of vllm, speculators, transformers, openvino or llamacpp")
+    parser.add_argument("--engine", action="append", default=[], help="NAME=PYTHON, of vllm, speculators, transformers or openvino")
     parser.add_argument("--drafter", action="append", default=[], help="a trained drafter's folder, or early_exit:LAYERS")
     parser.add_argument("--kinds", default="random,fault,trained")
     parser.add_argument("--methods", default="", help="only these, for random heads")

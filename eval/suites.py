@@ -1,7 +1,7 @@
 """Prompt sets: the embedded code suite, public ones from the hub or from a file of the same form, and the user's own JSONL.
 
     load_suite("stdlib", 64, split="test")              the held-out files of the running Python's library
-    load_suite("gsm8k", 64, split="test")               from the hub, with `datasets`; names: `draftsmith suites`
+    load_suite("gsm8k", 64, split="test")               from the hub, with `datasets`; names: `SOURCES`
     load_suite("gsm8k:questions.jsonl", 64, ...)        the same columns and wording, from a local file
     load_suite("mine.jsonl", 64, ...)                   one conversation a line
 

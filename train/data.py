@@ -93,14 +93,11 @@ def measured_prompts(recipe: DrafterRecipe) -> list[str]:
     suites = [part.suite] if part.suite != "stdlib" or any(source.path != "stdlib" for source in data.parts) else []
     splits: tuple[Split, ...] = ("dev", "test")
     counts = {"dev": part.dev_prompts, "test": part.num_prompts}
-    prompts = [
-        messages
-        for name in suites
-        for split in splits
-        for messages in load_suite(name, counts[split], split=split, prompt_chars=part.prompt_chars, seed=part.seed).prompts
-    ]
+    loaded = [load_suite(name, counts[split], split=split, prompt_chars=part.prompt_chars, seed=part.seed) for name in suites for split in splits]
+    prompts = [messages for suite in loaded for messages in suite.prompts]
     prompts += [document.messages for name in data.exclude for document in documents(Source(path=name))]
-    return [str(message["content"]) for messages in prompts for message in messages if message["role"] == "user"]
+    later = [turn for suite in loaded for turns in suite.later for turn in turns]
+    return [str(message["content"]) for messages in prompts for message in messages if message["role"] == "user"] + later
 
 
 def keep_held_out(selection: Selection, folder: Path) -> None:

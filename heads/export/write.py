@@ -25,6 +25,7 @@ from ..head import Head, HeadConfig
 from ..own_mtp import OwnMtp
 from ..pard import Pard
 from ..standalone import Standalone
+from ..tuning import read_tuning as read_tuned
 from . import ENGINES, llamacpp
 from .common import DRAFT_MODEL, PARD, Engine, Layout, Loader, Source, TargetFacts, Tuning, save_model
 from .conformance import VLLM_PATH_WORDS, Exported, failed, misleading_word
@@ -207,11 +208,13 @@ def read_tuning(drafter: Path) -> Tuning | None:
     """From tuning.json in the drafter's folder, else from the report of the run that it lies in; None if there is neither."""
     lines: list[str] = []
     tokens = None
-    path = drafter / "tuning.json"
-    if path.is_file():
-        values = read_json(path)
-        tokens = values.get("num_speculative_tokens")
-        lines += [f"tuned {key}: {json.dumps(values[key])}" for key in ("num_speculative_tokens", "tree", "acceptance") if key in values]
+    tuned = read_tuned(drafter)
+    if tuned is not None:
+        tokens = tuned.num_speculative_tokens
+        lines += [
+            f"tuned on {tuned.device}: a chain of {tokens}, or {json.dumps(tuned.decode)}",
+            f"acceptance by depth and rank there, by temperature: {json.dumps(tuned.acceptance)}",
+        ]
     report = drafter.parent / "eval" / "report.json"
     if report.is_file():
         values = read_json(report)

@@ -25,6 +25,8 @@ from draftsmith.heads.head import Head
 from draftsmith.heads.pard import Pard
 from draftsmith.heads.registry import new_head, open_drafter
 from draftsmith.heads.standalone import Standalone, early_exit
+from draftsmith.heads.tuning import Tuning as Tuned
+from draftsmith.heads.tuning import write_tuning
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -427,11 +429,13 @@ def test_measured_figures_come_from_tuning_or_the_report_of_the_run(tmp_path: Pa
     (tmp_path / "eval" / "report.json").write_text(json.dumps(report))
     tuning = read_tuning(drafter)
     assert tuning is not None and tuning.tokens == 4 and len(tuning.lines) == 1 and "tau 2.25, accepted 40.0%" in tuning.lines[0]
-    (drafter / "tuning.json").write_text(json.dumps({"num_speculative_tokens": 6, "tree": "chain"}))
+    about: dict[str, Any] = {"dtype": "float32", "target": {}, "confidence": {}, "measured": {}, "costs": [], "prompts": {}, "created": "now"}
+    decode = {"tree": "chain", "depth": 6}
+    write_tuning(drafter, Tuned(device="a CPU", decode=decode, num_speculative_tokens=6, acceptance={"0": [[0.5]]}, **about))
     tuning = read_tuning(drafter)
-    assert tuning is not None and tuning.tokens == 6 and len(tuning.lines) == 3
+    assert tuning is not None and tuning.tokens == 6 and len(tuning.lines) == 3 and "a CPU" in tuning.lines[0] and "0.5" in tuning.lines[1]
     (drafter / "tuning.json").write_text("{")
-    with pytest.raises(UserError, match="readable JSON"):
+    with pytest.raises(UserError, match="output of draftsmith tune"):
         read_tuning(drafter)
 
 
