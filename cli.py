@@ -591,10 +591,11 @@ def plan(
 @recipes_app.command("list")
 def list_command() -> None:
     """Names, methods, targets, the memory of a device that they take (computed), and what they are for."""
-    table = Table("name", "method", "target", "memory", "description", box=None)
-    for info in list_recipes():
-        table.add_row(info.name, info.method or "-", info.target or "-", info.memory or "-", info.description)
-    console.print(table)
+    infos = list_recipes()
+    rows = [("name", "method", "target", "memory")] + [(i.name, i.method or "-", i.target or "-", i.memory or "-") for i in infos]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row, purpose in zip(rows, ["purpose", *(info.description for info in infos)], strict=True):  # a name cut short would be of no use
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  " + purpose)
 
 
 @recipes_app.command()
