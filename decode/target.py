@@ -425,6 +425,10 @@ def attention_windows(config: Any, name: str) -> dict[str, int | None]:
             f"{name}: has layers of kind {', '.join(unknown) or 'encoder-decoder'}; "
             "wanted attention layers whose cache can be cut back (full or sliding)"
         )
+    if not getattr(config, "num_attention_heads", None):
+        raise UserError(f"{name}: has no attention heads; wanted attention layers whose cache can be cut back (full or sliding)")
+    if getattr(config, "kv_lora_rank", None):
+        raise UserError(f"{name}: has multi-head latent attention, whose keys and values are of different widths; wanted plain attention layers")
     if not kinds:
         return {"full_attention": window if getattr(config, "use_sliding_window", True) else None}
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
