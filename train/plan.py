@@ -40,6 +40,7 @@ from ..recipes.schema import DrafterRecipe
 from .bench import RandomTarget
 from .features import check_source, layers_read, saved_form
 from .judging import measures
+from .objectives import OBJECTIVES
 from .objectives.common import Batch, Objective
 from .optimizers import Muon, Part, make_optimizers
 from .store import Saved
@@ -310,7 +311,9 @@ def make_plan(
     hardware, available = _hardware(recipe, device)
     target = planned_target(recipe, config, "float32" if hardware.name == "cpu" else "bfloat16")
     drafter = planned_drafter(recipe, target)
-    kept: Activations = measure_activations(recipe, objective, target, drafter) if activations else lambda rows, tokens: 0.0
+    # An adapter cannot be put into a target without weights: its heads alone are measured, as if the target were frozen (a note says so).
+    measured = OBJECTIVES[recipe.drafter.method].of({}) if objective.tunes_target else objective
+    kept: Activations = measure_activations(recipe, measured, target, drafter) if activations else lambda rows, tokens: 0.0
 
     def planned(changed: DrafterRecipe) -> Plan:
         if changed.target.dtype != "auto":

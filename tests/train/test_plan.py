@@ -217,3 +217,10 @@ def test_a_training_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_pat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(UserError, match=r"disk: wanted at most 1.00 MiB \(.*\), got"):
         runs.run(recipe(f"out={tmp_path / 'run'}"))
+
+
+def test_a_target_that_is_tuned_along_is_planned_by_its_heads() -> None:
+    loaded = load_recipe("quickstart/medusa2")
+    assert isinstance(loaded, DrafterRecipe)
+    plan = planning.make_plan(loaded, runs.make_objective(loaded))
+    assert plan.memory["drafter activations"] > 0 and any("adapter" in note for note in plan.notes)
