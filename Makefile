@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: quickstart test lint types serve-check
+.PHONY: quickstart test lint types deepspeed serve-check
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/base
@@ -25,6 +25,10 @@ lint: $(STAMPS)/dev
 
 types: $(STAMPS)/dev
 	$(BIN)/mypy
+
+# With it, the tests of ZeRO on two CPU processes run too.
+deepspeed: $(STAMPS)/dev
+	$(PIP) -e '.[deepspeed]'
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
