@@ -50,11 +50,11 @@ def simulated_run(rng: np.random.Generator, prompts: int, ratio: float) -> tuple
 
 @pytest.mark.parametrize(("prompts", "level", "least", "most"), [(32, 0.95, 0.93, 0.97), (64, 0.95, 0.93, 0.97), (40, 0.80, 0.76, 0.84)])
 def test_interval_covers_the_true_ratio_as_often_as_it_says(prompts: int, level: float, least: float, most: float) -> None:
-    """1,000 simulated runs with a known ratio: a binomial standard error of 0.007 at 95 %, 0.013 at 80 %.
+    """2,500 simulated runs with a known ratio: a binomial standard error of 0.004 at 95 %, 0.008 at 80 %.
 
-    An interval of plain percentiles covers 92.4 % at 32 prompts, and fails; one at the wrong level lies far outside.
+    The interval's own coverage here is 94.2 % (8,000 runs). One of plain percentiles covers 92.4 % at 32 prompts; a wrong level lies far outside.
     """
-    rng, truth, repetitions = np.random.default_rng(7), 2.4, 1000
+    rng, truth, repetitions = np.random.default_rng(7), 2.4, 2500
     covered = 0
     for repetition in range(repetitions):
         interval = paired_ratio_interval(*simulated_run(rng, prompts, truth), resamples=600, seed=repetition, level=level)

@@ -158,7 +158,7 @@ def test_planned_bytes_a_token_are_those_that_are_written(tmp_path: Path) -> Non
     target = Target.load(TargetRef().location)
     texts = [torch.randint(5, 2000, (40 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(6)]
     for settings in ([], ["features.dtype=bfloat16"], ["features.dtype=float8"], ["features.logits=topk", "features.topk=32"]):
-        asked = recipe(*settings)
+        asked = recipe("features.source=store", f"features.folder={tmp_path / 'store'}", *settings)
         objective = runs.make_objective(asked)
         plan = planning.make_plan(asked, objective, activations=False)
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
