@@ -123,6 +123,7 @@ def test_bad_input_is_one_line_and_exit_2(run_folder: Path, tmp_path: Path) -> N
         (("train", "quickstart/eagle3", "eval.temperatures=[-1.0]"), "eval.temperatures"),
         (("train", "quickstart/eagle3", f"target.path={bare}", f"out={tmp_path / 'x'}"), "tokenizer"),
         (("train", "quickstart/eagle3", f"out={blocked / 'x'}"), "wanted a folder that can be written"),
+        (("train", "quickstart/eagle3", f"out={tmp_path / 'y'}", "target.device=cuda", "target.dtype=float32"), "target.device: wanted auto or cpu"),
         (("train", "quickstart/eagle3", f"out={run_folder}"), "holds a run of another recipe"),
         (("generate", str(tmp_path / "none"), "--prompt", "x"), "wanted a drafter's folder"),
         (("generate", str(run_folder / "drafter"), "--prompt", "x", "--temperature", "-1"), "temperature: wanted a finite number >= 0"),

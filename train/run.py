@@ -118,6 +118,11 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=PATIENCE)],  # `engines.Loss` says what is in half precision
     )
     check_engaged(accelerator)
+    if recipe.target.device not in ("auto", accelerator.device.type):
+        raise UserError(
+            f"target.device: wanted auto or {accelerator.device.type}, where the drafter is trained, got {recipe.target.device}; "
+            "ACCELERATE_USE_CPU=true trains both on the CPU"
+        )
     main_process = accelerator.is_main_process
     if _finished(folder):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
