@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .. import UserError
+from ..decode.light import LightTarget
 from ..decode.prompts import eos_ids
 from ..decode.target import Target
 from ..eval.suites import load_suite
@@ -81,6 +82,14 @@ def answers(
         assert target is not None
         answering, maker = ByEngine(target, data), {"fingerprint": fingerprint}
     store = Store(folder / "data" / "responses.jsonl", key_of(documents, tokenizer, data, maker))
+    if shard == 0:
+        store.adopt(recipe.run_folder / "data" / "responses.jsonl")  # such as those that were regenerated before their features are written
+    wait()
+    if not store.finished and data.server is None and isinstance(target, LightTarget):
+        raise UserError(
+            f"features.folder: wanted {store.path}, the answers that the features were made of, got none; copy it there too, "
+            "or make it with: draftsmith data features RECIPE"
+        )
     return regenerate(documents, store, answering, progress=progress, shard=shard, shards=shards, wait=wait)
 
 
@@ -95,9 +104,10 @@ def measured_prompts(recipe: DrafterRecipe) -> list[str]:
     counts = {"dev": part.dev_prompts, "test": part.num_prompts}
     loaded = [load_suite(name, counts[split], split=split, prompt_chars=part.prompt_chars, seed=part.seed) for name in suites for split in splits]
     prompts = [messages for suite in loaded for messages in suite.prompts]
-    prompts += [document.messages for name in data.exclude for document in documents(Source(path=name))]
-    later = [turn for suite in loaded for turns in suite.later for turn in turns]
-    return [str(message["content"]) for messages in prompts for message in messages if message["role"] == "user"] + later
+    excluded = [document for name in data.exclude for document in documents(Source(path=name))]
+    prompts += [document.messages for document in excluded]
+    alone = [turn for suite in loaded for turns in suite.later for turn in turns] + [document.text for document in excluded if document.text]
+    return [str(message["content"]) for messages in prompts for message in messages if message["role"] == "user"] + alone
 
 
 def keep_held_out(selection: Selection, folder: Path) -> None:

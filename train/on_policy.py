@@ -113,5 +113,5 @@ class OnPolicyStream:
 
 def prompt_of(sample: Sample) -> list[int]:
     """What comes before a sequence's last answer; of a plain text, its first quarter."""
-    start = sample.spans[-1][0]
+    start = sample.spans[-1][0] if sample.spans else 0  # it may be one that is learned whole
     return sample.ids[: start or max(1, len(sample.ids) // 4)]

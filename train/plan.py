@@ -43,7 +43,7 @@ from .judging import measures
 from .objectives import OBJECTIVES
 from .objectives.common import Batch, Objective
 from .optimizers import Muon, Part, make_optimizers
-from .store import Saved
+from .store import Saved, Store
 
 GIB = 2**30
 TRAIN_SHARE, READ_SHARE = 0.4, 0.6  # of a device's peak: floating point operations while training, memory bandwidth while decoding
@@ -367,7 +367,7 @@ def _planned(
     trained = trained_bytes(drafter, recipe)
     kept = trained["drafter weights"] * (2 + len(recipe.export.formats))  # the best checkpoint, drafter/, exports
     kept += train.keep_last * (trained["drafter weights"] + trained["optimizer"])
-    missing = max(0, saved.bytes_per_token * tokens["in the data"] - _written(recipe))
+    missing = 0 if _is_whole(recipe) else max(0, saved.bytes_per_token * tokens["in the data"] - _written(recipe))
     own = {"online": 0, "ring": modes["ring"], "store": missing}[recipe.features.source]
     disk = {"answers": answers, "checkpoints and drafter": kept, f"features ({recipe.features.source})": own}
 
@@ -477,6 +477,11 @@ def _decoding(target: Target, recipe: DrafterRecipe, drafter: Head, batch: int, 
 
 def _written(recipe: DrafterRecipe) -> int:
     return sum(path.stat().st_size for path in recipe.features_folder.glob("shard-*.safetensors"))
+
+
+def _is_whole(recipe: DrafterRecipe) -> bool:
+    """Whether the recipe's store holds all that it was made for: what is planned is an upper bound, which a finished store is below."""
+    return recipe.features.source == "store" and (recipe.features_folder / "store.json").is_file() and Store(recipe.features_folder).complete
 
 
 def _free(recipe: DrafterRecipe) -> int:

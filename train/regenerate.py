@@ -111,9 +111,27 @@ class Store:
         """The lines of all parts, by index."""
         found: dict[int, bytes] = {}
         for part in self._parts():
-            for line in self._lines(part.read_bytes(), part):
+            data = part.read_bytes()
+            if _bare(data):
+                continue
+            for line in self._lines(data, part):
                 found.setdefault(line["index"], (json.dumps(line) + "\n").encode())
         return found
+
+    def adopt(self, path: Path) -> None:
+        """Take the finished store of the same key at `path` for this one, if there is one and this has nothing yet."""
+        if self.finished or path == self.path or not path.is_file():
+            return
+        data = path.read_bytes()
+        if data.partition(b"\n")[0] != json.dumps(self.key).encode():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(self.path.name + ".partial")
+        with draft.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        draft.rename(self.path)
 
     def append_to(self, shard: int) -> Part:
         """This process's part, behind the last line in it that is whole."""
@@ -169,11 +187,18 @@ def stored(path: Path) -> tuple[dict[str, Any], list[Answered]]:
     return key, lines
 
 
+def _bare(data: bytes) -> bool:
+    """Whether a part holds no answer, only its key at most: made by an attempt that failed at once, it binds nobody to that attempt's settings."""
+    return data.count(b"\n") <= 1
+
+
 class Part:
     """A file that whole lines are appended to: what a call of `write` was given is there after it returned, whatever happens then."""
 
     def __init__(self, path: Path, key: dict[str, Any]) -> None:
         kept = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
+        if _bare(kept[0] + kept[1]):
+            kept = (b"", b"", b"")
         self._handle = path.open("r+b" if path.is_file() else "wb", buffering=0)
         self._handle.truncate(len(kept[0]) + len(kept[1]))
         self._handle.seek(0, os.SEEK_END)
@@ -213,7 +238,7 @@ def regenerate(
         share = sum(map(len, batches))
         part, count, tokens = store.append_to(shard), share - sum(map(len, left)), 0
         try:
-            for finished, new in answering.answer(left):
+            for finished, new in answering.answer(left, begun=any(why != REFUSED for line in done.values() for why in json.loads(line)["finish"])):
                 part.write([talk.line for talk in finished])
                 count, tokens = count + len(finished), tokens + new
                 progress(count, share, tokens)
@@ -234,8 +259,11 @@ class Answering(Protocol):
 
     batch: int
 
-    def answer(self, batches: list[list[Talk]]) -> Iterator[tuple[list[Talk], int]]:
-        """Bring all conversations to their ends. Yields some of them, whole batches, as they get there, with the tokens generated for them."""
+    def answer(self, batches: list[list[Talk]], *, begun: bool = False) -> Iterator[tuple[list[Talk], int]]:
+        """Bring all conversations to their ends. Yields some of them, whole batches, as they get there, with the tokens generated for them.
+
+        begun: whether others were answered before, in a run that was interrupted.
+        """
 
 
 class ByEngine:
@@ -244,7 +272,7 @@ class ByEngine:
     def __init__(self, target: Target, data: Data) -> None:
         self.target, self.data, self.batch = target, data, data.generation_batch
 
-    def answer(self, batches: list[list[Talk]]) -> Iterator[tuple[list[Talk], int]]:
+    def answer(self, batches: list[list[Talk]], *, begun: bool = False) -> Iterator[tuple[list[Talk], int]]:
         engine, tokenizer, data = Engine(self.target), self.target.tokenizer, self.data
         assert tokenizer is not None
         stops = eos_ids(self.target.model)

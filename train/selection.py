@@ -58,7 +58,7 @@ def select(data: Data, exclude: Sequence[str] = ()) -> Selection:
                 selection.left_out[reason] += 1
             else:
                 found.append(document)
-        if not found or (wanted is not None and len(found) < wanted):
+        if len(found) < (1 if wanted is None else wanted):
             reasons = ", ".join(f"{count} {reason}" for reason, count in selection.left_out.items())
             aside = f" after leaving out {reasons}" if reasons else ""
             raise UserError(f"data.num_prompts: wanted {wanted or 'one or more'} of {source.path}, got {len(found)}{aside}; ask for fewer")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import UserError
 from .regenerate import REFUSED, Talk, temperature_of
+from .sources import tool_call
 
 if TYPE_CHECKING:
     from ..recipes.schema import Data
@@ -40,8 +41,11 @@ class ByServer:
         self.concurrency = max(1, data.server_concurrency // share)
         self.refused: list[str] = []  # what the server said
 
-    def answer(self, batches: list[list[Talk]]) -> Iterator[tuple[list[Talk], int]]:
-        """See `Answering`. The requests run in a thread of their own, so that what is done is written while others are on their way."""
+    def answer(self, batches: list[list[Talk]], *, begun: bool = False) -> Iterator[tuple[list[Talk], int]]:
+        """See `Answering`. The requests run in a thread of their own, so that what is done is written while others are on their way.
+
+        Refusals are held back until something was answered: settings that the server does not take leave nothing behind.
+        """
         done: queue.Queue[tuple[Talk, int] | BaseException | None] = queue.Queue()
         stop = threading.Event()
 
@@ -56,16 +60,19 @@ class ByServer:
 
         thread = threading.Thread(target=work, daemon=True)  # an interrupted run does not wait for what is under way
         thread.start()
-        answered = False
+        held: list[Talk] = []
         try:
             while (item := done.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 talk, tokens = item
-                answered |= any(why != REFUSED for why in talk.finish)
-                if not answered and len(self.refused) >= min(_MANY, len(batches)):
+                begun |= any(why != REFUSED for why in talk.finish)
+                held.append(talk)
+                if not begun and len(held) >= min(_MANY, len(batches)):
                     raise UserError(f"data.server {self.data.server}: wanted answers, got refusals only ({self.refused[0]}); correct the settings")
-                yield [talk], tokens
+                if begun:
+                    yield held, tokens
+                    held = []
         finally:
             stop.set()
 
@@ -137,8 +144,16 @@ def _message(reply: Any) -> dict[str, Any]:
     if thinking := extra.get("reasoning_content") or extra.get("reasoning"):
         message["reasoning_content"] = thinking
     if reply.tool_calls:
-        message["tool_calls"] = [call.model_dump(exclude_none=True) for call in reply.tool_calls]
+        message["tool_calls"] = [_called(call.model_dump(exclude_none=True)) for call in reply.tool_calls]
     return message
+
+
+def _called(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call in the form of those that are given; one whose arguments are no JSON stays as the model wrote it."""
+    try:
+        return tool_call(call, "answer")
+    except UserError:
+        return call
 
 
 def _said(error: BaseException) -> str:

@@ -228,11 +228,11 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         content = ""
     message["content"] = _string(content, where, "content")
     if "tool_calls" in message:
-        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+        message["tool_calls"] = [tool_call(call, where) for call in message["tool_calls"]]
     return message
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def tool_call(call: Any, where: str) -> dict[str, Any]:
     """A tool call as templates expect it: OpenAI's arguments are a JSON string, those of templates a mapping."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping) or "name" not in call["function"]:
         raise UserError(f'{where}: wanted tool_calls of {{"function": {{"name": .., "arguments": ..}}}}, got {str(call)[:60]!r}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from draftsmith import UserError
 from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import Data, DrafterRecipe, TargetRef
-from draftsmith.train.data import frequent_tokens, prepare
+from draftsmith.train.data import frequent_tokens, measured_prompts, prepare
 from draftsmith.train.templates import Sample
 
 SMALL: dict[str, Any] = {
@@ -42,10 +43,12 @@ def test_two_processes_make_what_one_makes(target: Target, tmp_path: Path) -> No
         assert start < stop == len(ids) <= start + 6
 
     class Second(Exception):
-        """The barrier, which nobody else reaches in this test."""
+        """The barrier after its share, which nobody else reaches in this test."""
+
+    barriers = iter([lambda: None])  # the first is before the work
 
     def stop_there() -> None:
-        raise Second
+        next(barriers, _raise(Second))()
 
     with pytest.raises(Second):
         prepare(target, recipe(), tmp_path / "two", shard=1, shards=2, wait=stop_there)
@@ -54,6 +57,20 @@ def test_two_processes_make_what_one_makes(target: Target, tmp_path: Path) -> No
     assert prepare(target, recipe(), tmp_path / "two", shard=0, shards=2) == whole
     assert [path.name for path in store.parent.iterdir()] == ["responses.jsonl"]
     assert store.read_bytes() == (tmp_path / "one" / "data" / "responses.jsonl").read_bytes()
+
+
+def _raise(error: type[Exception]) -> Callable[[], None]:
+    def raising() -> None:
+        raise error
+
+    return raising
+
+
+def test_prompts_of_files_that_are_excluded_are_measured_with_whatever_their_form(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("a text by itself")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said"}]}\n')
+    found = measured_prompts(recipe(exclude=[str(tmp_path / "plain.txt"), str(tmp_path / "chats.jsonl")]))
+    assert sorted(found) == ["a text by itself", "asked"]
 
 
 def test_a_finished_store_is_read_and_a_foreign_one_refused(target: Target, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_the_share_of_steps_is_what_was_asked_for(mixing: float) -> None:
 def test_a_prompt_is_what_comes_before_the_last_answer() -> None:
     assert prompt_of(Sample([1, 2, 3, 4, 5, 6, 7], [(1, 2), (4, 6)])) == [1, 2, 3, 4]
     assert prompt_of(Sample([1, 2, 3, 4, 5, 6, 7, 8], [(0, 8)])) == [1, 2]  # a plain text, which is learned whole
+    assert prompt_of(Sample([1, 2, 3, 4, 5, 6, 7, 8], [])) == [1, 2]
 
 
 def test_two_processes_write_what_one_writes() -> None:

@@ -30,7 +30,7 @@ from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import Data, DrafterRecipe, Eval, TargetRef
 from draftsmith.train.data import prepare
 from draftsmith.train.preparing import open_tokenizer, run_regenerate
-from draftsmith.train.regenerate import samples_of
+from draftsmith.train.regenerate import Part, Store, samples_of
 from rich.console import Console
 
 KILLS = int(os.environ.get("DRAFTSMITH_KILLS", "3"))
@@ -292,6 +292,68 @@ def test_what_a_server_refuses_or_fails_at_is_one_clear_line(source: Path, tmp_p
         made(settings, tmp_path / "failing")
     with pytest.raises(UserError, match=r"^data\.server http://127\.0\.0\.1:9/v1: wanted answers of m, got Connection error"):
         made(recipe(source, server="http://127.0.0.1:9/v1", server_model="m", server_retries=0), tmp_path / "absent")
+
+
+def test_settings_that_a_server_does_not_take_leave_nothing_behind(source: Path, tmp_path: Path, server: FakeServer) -> None:
+    """The same folder with the right settings goes on as if nothing had been tried."""
+    with pytest.raises(UserError, match=r"got Connection error"):
+        made(recipe(source, server="http://127.0.0.1:9/v1", server_model="m", server_retries=0), tmp_path)
+    server.refuse = lambda body: bool(body["model"] == "wrong")
+    with pytest.raises(UserError, match=r"got refusals only"):
+        made(recipe(source, server=server.url, server_model="wrong"), tmp_path)
+    lines = made(recipe(source, server=server.url, server_model="right"), tmp_path)
+    assert [line["index"] for line in lines] == list(range(9)) and not any("refused" in line["finish"] for line in lines)
+
+
+def test_conversations_that_are_refused_after_an_interruption_are_no_mistake_in_the_settings(
+    source: Path, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe(source, server=server.url, server_model="m", server_concurrency=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "write", write_until(5))
+        with pytest.raises(KeyboardInterrupt):
+            made(settings, tmp_path)
+    server.refuse = lambda body: True
+    assert [line["finish"] == ["refused"] for line in made(settings, tmp_path)] == [False] * 4 + [True] * 5
+
+
+def write_until(lines: int) -> Callable[[Part, list[Any]], None]:
+    """Part.write, interrupted in front of the line of this number; the key is a line."""
+    count, write = 0, Part.write
+
+    def limited(part: Part, entries: list[Any]) -> None:
+        nonlocal count
+        count += len(entries)
+        if count > lines:
+            raise KeyboardInterrupt
+        write(part, entries)
+
+    return limited
+
+
+def test_an_answer_s_tool_calls_are_as_templates_want_them() -> None:
+    """Servers give arguments as a JSON string; templates iterate over a mapping. What is no JSON stays what the model wrote."""
+    pytest.importorskip("openai")
+    from draftsmith.train.server import _message
+    from openai.types.chat import ChatCompletionMessage
+
+    for given, wanted in (('{"a": 2}', {"a": 2}), ('{"a": ', '{"a": ')):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+        message = _message(ChatCompletionMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "why"}))
+        assert message["content"] == "" and message["reasoning_content"] == "why"
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": wanted}
+
+
+def test_a_finished_store_of_the_same_is_taken_over_another_is_not(target: Target, source: Path, tmp_path: Path) -> None:
+    settings = recipe(source)
+    prepare(target, settings, tmp_path / "a")
+    path = tmp_path / "a" / "data" / "responses.jsonl"
+    key = json.loads(path.read_text().splitlines()[0])
+    for other, taken in ((key, True), (key | {"schema": 0}, False)):
+        store = Store(tmp_path / f"{taken}" / "data" / "responses.jsonl", other)
+        store.adopt(path)
+        assert store.finished == taken and (not taken or store.path.read_bytes() == path.read_bytes())
+        store.adopt(tmp_path / "nowhere")
 
 
 def test_transformers_serve_answers_as_our_engine_does(target: Target, source: Path, tmp_path: Path) -> None:

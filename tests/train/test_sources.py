@@ -133,6 +133,7 @@ def test_sources_are_mixed_by_weight_in_an_order_of_the_seed(tmp_path: Path) -> 
     found = prompts_of(Data(sources=mixed, num_prompts=21))
     assert [sum(p.startswith(name) for p in found) for name in "ab"] == [16, 5] and len(set(found)) == 21
     assert prompts_of(Data(sources=mixed, num_prompts=21)) == found != prompts_of(Data(sources=mixed, num_prompts=21, seed=1))
+    assert len(prompts_of(Data(sources=[mixed[0], Source(path=str(b), weight=0.01)], num_prompts=21))) == 21  # a share that rounds to none
     everything = prompts_of(Data(sources=mixed, num_prompts=None))
     assert [sum(p.startswith(name) for p in everything) for name in "ab"] == [40, 13]  # as many as the weights allow
     with pytest.raises(UserError, match=r"^data\.num_prompts: wanted 75 of .*a\.jsonl, got 40; ask for fewer"):

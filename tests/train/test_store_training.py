@@ -13,6 +13,7 @@ from draftsmith.decode.light import LightTarget, checkpoint_print
 from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import DrafterRecipe, TargetRef, load_recipe
 from draftsmith.train import run as runs
+from draftsmith.train.plan import make_plan
 from draftsmith.train.storing import make_store, verify_store
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -92,10 +93,22 @@ def test_online_and_stored_features_give_the_same_curve(tmp_path: Path, monkeypa
     assert losses(tmp_path / "ring") == online
     assert not list((tmp_path / "ring").rglob("ring-*.safetensors"))
 
+    plan = make_plan(recipe(tmp_path / "plan", *stored), runs.make_objective(recipe(tmp_path / "plan", *stored)), activations=False)
+    assert plan.disk["features (store)"] == 0  # it is whole, though its texts were shorter than they may be
+
     with pytest.raises(UserError, match=r"data .*responses.jsonl: made for another target or other data settings"):
         runs.run(recipe(tmp_path / "other", *stored, "data.seed=1"))
     with pytest.raises(UserError, match=r"drafter.taps: wanted layers that the store \S+ holds \(4, 8, 11, 13\), got 3; give"):
         runs.run(recipe(tmp_path / "taps", *stored, "drafter.taps=[3, 8, 11]"))
+    (tmp_path / "f" / "data" / "responses.jsonl").unlink()
+    with pytest.raises(UserError, match=r"features.folder: wanted \S+responses.jsonl, the answers that the features were made of, got none"):
+        runs.run(recipe(tmp_path / "gone", *stored, "features.measure=loss"))
+    # Those of a run that has the same are as good.
+    made = tmp_path / "gone" / "data" / "responses.jsonl"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.write_bytes((tmp_path / "online" / "data" / "responses.jsonl").read_bytes())
+    assert trained(recipe(tmp_path / "gone", *stored, "features.measure=loss"), monkeypatch) == 0
+    assert losses(tmp_path / "gone") == losses(tmp_path / "stored")
 
 
 KINDS: dict[str, dict[str, Any]] = {
