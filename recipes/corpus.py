@@ -3,15 +3,16 @@
 It is present on every machine that can run draftsmith, so the quickstart needs no download. Files are assigned to splits by a hash of their
 path inside the library, which keeps a file in the same split on every machine and for every Python version.
 
-Left out: tests, installed packages, and two folders of generated tables (`encodings`, `pydoc_data`), whose text is trivially predictable and
-would flatter every figure measured on it.
+Left out: tests, and two folders of generated tables (`encodings`, `pydoc_data`), whose text is trivially predictable and would flatter every figure
+measured on it. Packages that are installed are a corpus of their own (`installed_files`), many times as large, for targets that outgrow the library.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,8 @@ Split = Literal["train", "dev", "test"]
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"})
 DEV_SHARE, TEST_SHARE = 5, 7  # percent of the files
 MIN_FILE_CHARS = 1024
+MAX_PACKAGE_FILE_CHARS = 2**18  # of an installed package: longer ones are tables that were generated
+COPIED_LINES = 0.2  # share of a file's long lines that a held-out file has too, from which on it counts as a copy: packages vendor backports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +54,50 @@ def source_files(split: Split, root: Path | None = None) -> list[SourceFile]:
     return files
 
 
+def installed_files(mib: float | None = None, root: Path | None = None, held_out: Iterable[SourceFile] | None = None) -> list[SourceFile]:
+    """The train split of the installed packages' source files, in the order of their names' hashes, until `mib` MiB of text; None: all.
+
+    Names begin with "site-packages/". Left out: what copies the library's files of the other splits (`held_out`; None: these), which would be trained
+    on else, and what looks generated.
+    """
+    root = Path(sysconfig.get_paths()["purelib"]) if root is None else root
+    kept_apart = [*source_files("dev"), *source_files("test")] if held_out is None else held_out
+    theirs = {line for file in kept_apart for line in _long_lines(file.text)}
+    names = {path: "site-packages/" + path.relative_to(root).as_posix() for path in root.rglob("*.py")}
+    found, left = list[SourceFile](), math.inf if mib is None else mib * 2**20
+    for path in sorted(names, key=lambda path: hashlib.sha256(names[path].encode()).digest()):
+        if left <= 0:
+            break
+        if split_of(names[path]) != "train" or EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts):
+            continue
+        text = _text_of(path)
+        if text is None or not MIN_FILE_CHARS <= len(text) <= MAX_PACKAGE_FILE_CHARS:
+            continue
+        lines = _long_lines(text)
+        if sum(line in theirs for line in lines) <= COPIED_LINES * len(lines):
+            found.append(SourceFile(name=names[path], text=text))
+            left -= len(text)
+    return found
+
+
+def _long_lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= 40]
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # a handful of files declare another encoding
+        return None
+
+
 def _walk(root: Path) -> Iterator[SourceFile]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if EXCLUDED_FOLDERS.intersection(relative.parts):
             continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a handful of files declare another encoding
-            continue
-        if len(text) >= MIN_FILE_CHARS:
+        text = _text_of(path)
+        if text is not None and len(text) >= MIN_FILE_CHARS:
             yield SourceFile(name=relative.as_posix(), text=text)
 
 

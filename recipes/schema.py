@@ -384,10 +384,15 @@ class TargetTrain(Section):
     mtp_weight: NonNegative = 0.0  # weight of a multi-token prediction loss that trains the features; 0: none
     layer_drop: Share = 0.0  # stochastic depth: the last layer is left out with this probability, earlier ones less
     mixed_precision: Literal["no", "bf16"] = "no"
+    corpus: Literal["stdlib", "installed"] = "stdlib"  # Python's own source files; installed: those of installed packages too
+    corpus_mib: Positive | None = None  # the most of the packages' text, drawn by the files' hashes; null: all
+    max_hours: Positive | None = None  # stop in good order after so long; the learning rate falls in time for it
     seed: Seed = 0
 
     def check_together(self) -> None:
         _check_micro_batch(self.batch_size, self.micro_batch_size)
+        if self.corpus_mib is not None and self.corpus == "stdlib":
+            raise misfit("train.corpus_mib", "null, as train.corpus is stdlib", self.corpus_mib)
 
 
 @dataclass(frozen=True, kw_only=True)

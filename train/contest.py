@@ -60,6 +60,8 @@ def run(names: Sequence[str], overrides: Sequence[str], hours: float, out: Path)
             done.append((name, folder))
     if failed:
         console.print(f"failed: {', '.join(failed)}", highlight=False)
+    if len(done) < 2:  # nothing to compare
+        return 1 if failed else 0
     entries = gather([folder for _, folder in done])
     console.print(comparison_table(entries), soft_wrap=True)
     for line in [*differences(entries), *map(str, verdicts(entries))]:

@@ -1,9 +1,11 @@
 """Train a small causal LM from scratch on the embedded code corpus: the target that the quickstart drafts for.
 
     draftsmith train quickstart/target
+    draftsmith train gpu-bench/target          a third of a billion parameters, for a GPU
 
 One loop, read from top to bottom: data, model, optimizers, steps with a periodic held-out loss, save. It exists so that the embedded weights
-can be made again by anyone; real targets come from elsewhere.
+can be made again by anyone, and so that a GPU can be measured without a download; real targets come from elsewhere. A run that was killed goes on
+from its last checkpoint, which is written whenever the held-out loss is taken.
 """
 
 from __future__ import annotations
@@ -11,20 +13,22 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
-from ..recipes.corpus import CodeWindow, SourceFile, source_files, windows
+from .. import UserError
+from ..recipes.corpus import CodeWindow, SourceFile, installed_files, source_files, windows
+from . import checkpoint
 from .optimizers import muon_and_adamw
 
 if TYPE_CHECKING:
@@ -43,10 +47,12 @@ CHAT_TEMPLATE = (
 )
 
 # Code-shaped pieces: a run of newlines with the indentation that follows, words with one leading space, single digits, punctuation, blanks.
+TOKENIZER_CHARS = 2**25  # of the corpus, from its start: what the tokenizer is trained on
+
 SPLIT_PATTERN = r"\n+[ \t]*| ?[A-Za-z_]+|[0-9]| ?[^\sA-Za-z0-9_]+|[ \t]+|\s+"
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with the chat template above; lossless on any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -72,45 +78,49 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> P
     return fast
 
 
-def encode_window(tokenizer: PreTrainedTokenizerFast, window: CodeWindow, length: int) -> list[int]:
-    """Token ids of one window as a chat turn: the prompt from the user, the continuation from the assistant. EOS only where the file ends."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": window.prompt}], tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += tokenizer(window.continuation, add_special_tokens=False)["input_ids"]
-    if window.ends_file:
-        ids.append(tokenizer.eos_token_id)
-    return ids[: length + 1]
+def encode_windows(tokenizer: PreTrainedTokenizerFast, found: Sequence[CodeWindow], length: int) -> list[list[int]]:
+    """Token ids of windows as chat turns: the prompt from the user, the continuation from the assistant. EOS only where the file ends."""
+    if not found:
+        return []
+    texts = [str(tokenizer.apply_chat_template(_turn(window), tokenize=False, add_generation_prompt=True)) for window in found]
+    ids = tokenizer(texts + [window.continuation for window in found], add_special_tokens=False)["input_ids"]
+    rows = [prompt + continuation for prompt, continuation in zip(ids[: len(found)], ids[len(found) :], strict=True)]
+    return [(row + [tokenizer.eos_token_id] * window.ends_file)[: length + 1] for row, window in zip(rows, found, strict=True)]
+
+
+def _turn(window: CodeWindow) -> list[dict[str, str]]:
+    return [{"role": "user", "content": window.prompt}]
 
 
 class _Corpus:
     """Random [batch, length + 1] blocks: half chat windows, half a continuous stream of files joined by EOS."""
 
     def __init__(self, files: list[SourceFile], tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> None:
-        self.length, self.pad = length, tokenizer.pad_token_id
+        self.tokenizer, self.length, self.pad = tokenizer, length, tokenizer.pad_token_id
         self.random = torch.Generator().manual_seed(seed)
-        ids: list[int] = []
-        for file in files:
-            ids += tokenizer(file.text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        self.stream = torch.tensor(ids)
-        chats = []
+        parts = []
+        for start in range(0, len(files), 256):  # several at once are tokenised on all cores
+            for ids in tokenizer([file.text for file in files[start : start + 256]], add_special_tokens=False)["input_ids"]:
+                parts.append(torch.tensor([*ids, tokenizer.eos_token_id], dtype=torch.int32))
+        self.stream = torch.cat(parts)
+        self.chats: list[CodeWindow] = []
         for file in files:
             for prompt_chars in (120, 240, 480):  # prompts of several lengths
                 chars = length * 4  # more characters than tokens: the ids are cut to length
-                for window in windows(file, prompt_chars=prompt_chars, total_chars=chars, stride_chars=chars // 2 + 7 * prompt_chars):
-                    chats.append(encode_window(tokenizer, window, length))
-        self.chats = chats
+                self.chats += windows(file, prompt_chars=prompt_chars, total_chars=chars, stride_chars=chars // 2 + 7 * prompt_chars)
 
     def batch(self, size: int) -> torch.Tensor:
         """[size, length + 1] ids, padded with the pad id."""
         out = torch.full((size, self.length + 1), self.pad)
+        chosen = []
         for row in range(size):
             if row % 2 == 0:
-                chat = self.chats[int(torch.randint(len(self.chats), (1,), generator=self.random))]
-                out[row, : len(chat)] = torch.tensor(chat)
+                chosen.append(self.chats[int(torch.randint(len(self.chats), (1,), generator=self.random))])
             else:
                 start = int(torch.randint(len(self.stream) - self.length - 1, (1,), generator=self.random))
                 out[row] = self.stream[start : start + self.length + 1]
+        for index, chat in enumerate(encode_windows(self.tokenizer, chosen, self.length)):
+            out[2 * index, : len(chat)] = torch.tensor(chat)
         return out
 
 
@@ -221,39 +231,56 @@ def held_out_loss(model: _Training, corpus: _Corpus, batches: int, size: int) ->
     return total / batches
 
 
+def corpus_files(recipe: TargetRecipe) -> list[SourceFile]:
+    """What is trained on: the library's train split, and if the recipe says so, the installed packages' after it."""
+    packages = installed_files(recipe.train.corpus_mib) if recipe.train.corpus == "installed" else []
+    return [*source_files("train"), *packages]
+
+
 def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Train tokenizer and model by the recipe; write a Hugging Face folder to `out/model`. Returns the final figures (losses in nats per token)."""
+    """Train tokenizer and model by the recipe; write a Hugging Face folder to `out/model`. Returns the final figures (losses in nats per token).
+
+    Raises UserError if the batch cannot be split among the processes.
+    """
     skips = [DistributedDataParallelKwargs(find_unused_parameters=True)] if recipe.train.layer_drop else []
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision, kwargs_handlers=skips)
-    torch.manual_seed(recipe.train.seed)
-    train_files, dev_files = source_files("train"), source_files("dev")
-    length, train = recipe.train.sequence_length, recipe.train
-    tokenizer = train_tokenizer((f.text for f in train_files), recipe.model.vocab_size, recipe.model.max_position_embeddings)
-    corpus = _Corpus(train_files, tokenizer, length, train.seed * 1000 + accelerator.process_index)
+    length, train, processes = recipe.train.sequence_length, recipe.train, accelerator.num_processes
+    micro_batches = train.batch_size // (processes * train.micro_batch_size)
+    if micro_batches * processes * train.micro_batch_size != train.batch_size:
+        raise UserError(f"train.batch_size: wanted a multiple of {processes} processes x train.micro_batch_size, got {train.batch_size}")
+    torch.manual_seed(train.seed)
+    files, dev_files = corpus_files(recipe), source_files("dev")
+    tokenizer = train_tokenizer(_first(files, TOKENIZER_CHARS), recipe.model.vocab_size, recipe.model.max_position_embeddings)
+    corpus = _Corpus(files, tokenizer, length, train.seed * 1000 + accelerator.process_index)
     held_out = _Corpus(dev_files, tokenizer, length, 0)
     bare = build_model(recipe, tokenizer).to(accelerator.device)
     training = _Training(bare, recipe, corpus.pad).to(accelerator.device)
     optimizers = muon_and_adamw(training, train.lr, (0.9, 0.95), train.weight_decay)
+    found = checkpoint.read_newest(out / "checkpoints", log)
+    start, tokens, before = 0, 0, 0.0
+    if found is not None:
+        start, tokens, before = _load(found, training, optimizers, corpus, accelerator.process_index)
     model = accelerator.prepare(training)
     model.train()
-    processes = accelerator.num_processes
-    micro_batches = train.batch_size // (processes * train.micro_batch_size)
-    if micro_batches * processes * train.micro_batch_size != train.batch_size:
-        raise ValueError(
-            f"train.batch_size {train.batch_size} is not a multiple of {processes} processes x train.micro_batch_size {train.micro_batch_size}"
-        )
-    began, tokens = time.monotonic(), 0
+    began = time.monotonic()
     figures: dict[str, Any] = {"parameters": sum(p.numel() for p in bare.parameters()), "corpus_tokens": len(corpus.stream), "processes": processes}
-    for step in range(train.steps + 1):
-        last_step = step == train.steps
-        if accelerator.is_main_process and (last_step or (step and step % train.eval_every == 0)):
-            loss_value = held_out_loss(training, held_out, 8, 8)
-            figures |= {"step": step, "tokens": tokens, "held_out_loss": loss_value, "seconds": time.monotonic() - began}
-            log(dict(figures))
-            save(bare, tokenizer, figures, out / "model")
+    for step in range(start, train.steps + 1):
+        seconds = before + time.monotonic() - began
+        spent = 0.0 if train.max_hours is None else float(broadcast_object_list([seconds])[0]) / (3600 * train.max_hours)
+        last_step = step == train.steps or spent >= 1
+        if last_step or (step > start and step % train.eval_every == 0):
+            draws = gather_object([corpus.random.get_state()])
+            if accelerator.is_main_process:
+                loss_value = held_out_loss(training, held_out, 8, 8)
+                figures |= {"step": step, "tokens": tokens, "held_out_loss": loss_value, "seconds": seconds}
+                log(dict(figures))
+                if last_step:
+                    save(bare, tokenizer, figures, out / "model")
+                else:
+                    checkpoint.write(out / "checkpoints", step, _state(training, optimizers, draws, (step, tokens, seconds)), keep=1)
         if last_step:
             break
-        factor = schedule(step, train.steps, train.warmup_steps, train.decay_share)
+        factor = schedule(max(step, spent * train.steps), train.steps, train.warmup_steps, train.decay_share)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = train.lr * factor
@@ -272,9 +299,44 @@ def train_language_model(recipe: TargetRecipe, out: Path, log: Callable[[dict[st
             optimizer.zero_grad(set_to_none=True)
         tokens += train.batch_size * length
         if accelerator.is_main_process and step % 10 == 0:
-            log({"step": step, "loss": total, "tokens_per_s": tokens / (time.monotonic() - began)})
+            log({"step": step, "loss": total, "tokens_per_s": tokens / (before + time.monotonic() - began)})
     accelerator.end_training()
     return figures
+
+
+def _first(files: Sequence[SourceFile], most_chars: int) -> Iterable[str]:
+    for file in files:
+        if most_chars <= 0:
+            return
+        yield file.text
+        most_chars -= len(file.text)
+
+
+def _state(training: _Training, optimizers: Sequence[torch.optim.Optimizer], draws: list[Tensor], at: tuple[int, int, float]) -> checkpoint.Checkpoint:
+    """What a run goes on from. draws: the state of each process's corpus; at: step, tokens, seconds."""
+    moments = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    named = dict(training.named_parameters())
+    return checkpoint.Checkpoint(
+        {name: p.detach().cpu() for name, p in named.items()},
+        {name: {key: torch.as_tensor(value).cpu() for key, value in moments[p].items()} for name, p in named.items() if p in moments},
+        {"at": at, "draws": draws, "layers": torch.get_rng_state()},
+    )
+
+
+@torch.no_grad()
+def _load(
+    found: checkpoint.Checkpoint, training: _Training, optimizers: Sequence[torch.optim.Optimizer], corpus: _Corpus, process: int
+) -> tuple[int, int, float]:
+    """Put a checkpoint's weights, moments and draws back. Returns (step, tokens, seconds)."""
+    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, p in training.named_parameters():
+        p.copy_(found.model[name])
+        for key, value in found.optimizer.get(name, {}).items():
+            owner[p].state[p][key] = value.clone() if key == "step" else value.clone().to(p.device)  # a step counter stays on the host
+    corpus.random.set_state(found.state["draws"][process])
+    torch.set_rng_state(found.state["layers"])
+    step, tokens, seconds = found.state["at"]
+    return int(step), int(tokens), float(seconds)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, figures: dict[str, Any], folder: Path) -> None:

@@ -65,6 +65,9 @@ def run(recipe: DrafterRecipe | TargetRecipe) -> int:
     check_launch()
     folder = open_run_folder(recipe)
     if isinstance(recipe, TargetRecipe):
+        if (folder / "model" / "training.json").is_file():
+            console.print(f"target: {(folder / 'model').resolve()}, finished", soft_wrap=True, highlight=False)
+            return 0
         train_language_model(recipe, folder, lambda entry: console.print(entry))
         return 0
     return train_drafter(recipe, folder)
