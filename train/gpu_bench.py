@@ -34,17 +34,18 @@ TARGET, DRAFTERS = "target", ("eagle3", "medusa", "dflash", "dspark", "draft")
 MINUTES = 1.2  # of training a drafter; the target's are in its recipe
 TOY_MINUTES = 0.05
 
-TOY_TARGET = (
-    "model.vocab_size=512 model.hidden_size=48 model.intermediate_size=96 model.num_hidden_layers=6 model.num_attention_heads=4 "
-    "model.num_key_value_heads=2 model.head_dim=12 model.max_position_embeddings=512 train.steps=30 train.max_hours=null train.corpus_mib=0.5 "
-    "train.batch_size=4 train.micro_batch_size=2 train.sequence_length=192 train.warmup_steps=5 train.eval_every=15 train.mixed_precision=no"
-).split()
-TOY_DRAFTER = (
-    "target.dtype=float32 data.num_prompts=24 data.prompt_chars=80 data.response_tokens=24 data.generation_batch=24 data.sequence_length=192 "
-    "train.batch_size=4 train.micro_batch_size=4 train.mixed_precision=no train.keep_features_gib=0.05 eval.every=1000 eval.dev_prompts=2 "
-    "eval.dev_tokens=8 eval.prompt_chars=80 eval.num_prompts=6 eval.max_new_tokens=12 eval.timed_prompts=4 eval.gate_batch=2 eval.batch=[1,2] "
-    "eval.bootstrap=50 eval.threads=1"
-).split()
+TOY_TARGET = [
+    "model.vocab_size=512", "model.hidden_size=48", "model.intermediate_size=96", "model.num_hidden_layers=6", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2", "model.head_dim=12", "model.max_position_embeddings=512", "train.steps=30", "train.max_hours=null",
+    "train.corpus_mib=0.5", "train.batch_size=4", "train.micro_batch_size=2", "train.sequence_length=192", "train.warmup_steps=5",
+    "train.eval_every=15", "train.mixed_precision=no",
+]  # fmt: skip
+TOY_DRAFTER = [
+    "target.dtype=float32", "data.num_prompts=24", "data.prompt_chars=80", "data.response_tokens=24", "data.generation_batch=24",
+    "data.sequence_length=192", "train.batch_size=4", "train.micro_batch_size=4", "train.mixed_precision=no", "train.keep_features_gib=0.05",
+    "eval.every=1000", "eval.dev_prompts=2", "eval.dev_tokens=8", "eval.prompt_chars=80", "eval.num_prompts=6", "eval.max_new_tokens=12",
+    "eval.timed_prompts=4", "eval.gate_batch=2", "eval.batch=[1,2]", "eval.bootstrap=50", "eval.threads=1",
+]  # fmt: skip
 
 console = Console()
 
@@ -102,7 +103,9 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m draftsmith.train.gpu_bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"{TARGET}, {', '.join(DRAFTERS)}; none: all of them")
-    parser.add_argument("--minutes", type=float, help=f"of training, for each piece; if not given {MINUTES:g} for drafters, the recipe's for the target")
+    parser.add_argument(
+        "--minutes", type=float, help=f"of training, for each piece; if not given {MINUTES:g} for drafters, the recipe's for the target"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-bench"))
     parser.add_argument("--toy", action="store_true", help="the same pieces at toy size")
     given = parser.parse_args(arguments)

@@ -312,7 +312,9 @@ def _first(files: Sequence[SourceFile], most_chars: int) -> Iterable[str]:
         most_chars -= len(file.text)
 
 
-def _state(training: _Training, optimizers: Sequence[torch.optim.Optimizer], draws: list[Tensor], at: tuple[int, int, float]) -> checkpoint.Checkpoint:
+def _state(
+    training: _Training, optimizers: Sequence[torch.optim.Optimizer], draws: list[Tensor], at: tuple[int, int, float]
+) -> checkpoint.Checkpoint:
     """What a run goes on from. draws: the state of each process's corpus; at: step, tokens, seconds."""
     moments = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
     named = dict(training.named_parameters())

@@ -18,17 +18,25 @@ TEXT = "".join(f"def function_{index}(x):\n    return x * {index * 37}\n\n" for 
 
 
 def recipe(*settings: str) -> TargetRecipe:
-    small = ["model.vocab_size=300", "model.num_hidden_layers=2", "train.steps=6", "train.eval_every=2", "train.sequence_length=96", "train.corpus=stdlib"]
+    small = [
+        "model.vocab_size=300",
+        "model.num_hidden_layers=2",
+        "train.steps=6",
+        "train.eval_every=2",
+        "train.sequence_length=96",
+        "train.corpus=stdlib",
+    ]
     made = load_recipe("gpu-bench/target", [*gpu_bench.TOY_TARGET, "train.corpus_mib=null", "train.layer_drop=0.5", *small, *settings])
     assert isinstance(made, TargetRecipe)
     return made
 
 
+def files(split: Split) -> list[SourceFile]:
+    return [SourceFile(name=f"{split}.py", text=TEXT.replace("x", split))]
+
+
 @pytest.fixture(autouse=True)
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def files(split: Split) -> list[SourceFile]:
-        return [SourceFile(name=f"{split}.py", text=TEXT.replace("x", split))]
-
     monkeypatch.setattr(language_model, "source_files", files)
 
 
@@ -59,11 +67,18 @@ def test_a_killed_training_goes_on_along_the_same_curve(tmp_path: Path) -> None:
 
 def test_a_training_ends_in_time_and_the_rate_falls_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: Iterator[float] = iter(range(10**6))
-    monkeypatch.setattr(language_model.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
     rates: list[float] = []
     schedule = language_model.schedule
-    monkeypatch.setattr(language_model, "schedule", lambda *given: rates.append(schedule(*given)) or rates[-1])
-    (last,) = train(tmp_path, "train.steps=100000", "train.eval_every=100000", f"train.max_hours={8 / 3600}", "train.warmup_steps=1", "train.decay_share=0.5")
+
+    def noted(*given: Any) -> float:
+        rates.append(schedule(*given))
+        return rates[-1]
+
+    monkeypatch.setattr(language_model, "schedule", noted)
+    (last,) = train(
+        tmp_path, "train.steps=100000", "train.eval_every=100000", f"train.max_hours={8 / 3600}", "train.warmup_steps=1", "train.decay_share=0.5"
+    )
     assert 3 < last["step"] < 9 and rates[0] == 1.0 and rates[-1] < 0.5 and rates == sorted(rates, reverse=True)
 
 
@@ -97,9 +112,9 @@ def test_packages_are_taken_by_hash_and_copies_of_held_out_files_are_not(tmp_pat
 def test_the_corpus_is_the_librarys_and_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SourceFile(name="site-packages/a.py", text=TEXT)
     monkeypatch.setattr(language_model, "installed_files", lambda mib: [package] if mib == 3 else [])
-    assert corpus_files(recipe("train.corpus=installed", "train.corpus_mib=3")) == [*language_model.source_files("train"), package]
-    assert corpus_files(recipe()) == language_model.source_files("train")
-    with pytest.raises(UserError, match="train.corpus_mib: wanted null, as train.corpus is stdlib, got 3"):
+    assert corpus_files(recipe("train.corpus=installed", "train.corpus_mib=3")) == [*files("train"), package]
+    assert corpus_files(recipe()) == files("train")
+    with pytest.raises(UserError, match=r"train\.corpus_mib: wanted null, as train.corpus is stdlib, got 3"):
         recipe("train.corpus_mib=3")
 
 
