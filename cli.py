@@ -438,7 +438,7 @@ def export_command(
 
     from .decode.target import Target
     from .eval.in_engine import add_to_report, engine_python, verify_export
-    from .heads.export.write import export, read_tuning, source_of
+    from .heads.export.write import export, read_tuning, source_of, to_gguf
     from .heads.registry import contract_target, open_drafter
     from .recipes.schema import TargetRef
 
@@ -452,7 +452,7 @@ def export_command(
     opened, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
     contract = contract | ({"license": license} if license is not None else {})
     source = source_of(opened, contract, loaded, tuning=read_tuning(Path(drafter)), dtype=dtypes.get(dtype or ""))
-    notes = export(source, format, out)
+    notes = export(source, format, out, convert=not verify)
     console.print(f"{source.method} for {format}: {out.resolve()} (launch command: README.md)", soft_wrap=True, highlight=False)
     for note in notes:
         console.print(f"- {note}", soft_wrap=True, highlight=False, markup=False)
@@ -460,6 +460,8 @@ def export_command(
         result = verify_export(source, format, out, python)
         add_to_report(result, Path(drafter).parent / "eval")
         console.print(result.line, soft_wrap=True, highlight=False)
+        for note in to_gguf(source, out) if format == "llamacpp" else []:
+            console.print(f"- {note}", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(0 if result.passed else 1)
 
 

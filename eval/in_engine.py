@@ -24,6 +24,7 @@ from .. import UserError
 from ..decode.engine import Engine
 from ..decode.prompts import render_prompt
 from ..decode.sampling import SamplingParams
+from ..decode.target import Target
 from ..heads.export.common import PARD, Source, widened
 from ..heads.export.write import read_json
 from ..heads.head import Head
@@ -34,7 +35,7 @@ from .suites import load_suite
 
 TOLERANCE = 0.02  # of accepted / drafted: near-ties and the last round of a text differ between engines
 RESULT = "in_engine.json"
-RUNNERS = {"vllm": "vllm", "speculators": "vllm", "transformers": "transformers", "openvino": "openvino"}
+RUNNERS = {"vllm": "vllm", "speculators": "vllm", "transformers": "transformers", "openvino": "openvino", "llamacpp": "llamacpp"}
 VLLM_METHODS = {"eagle1": "eagle", "p_eagle": "eagle3", PARD: "draft_model"}
 WIDE = {"vllm": ("eagle1", "mtp"), "transformers": ("dflash", "mtp"), "llamacpp": ("dflash",)}  # drafted from the whole vocabulary there
 Drafts = list[list[list[int]]]  # of every prompt, of every round
@@ -57,6 +58,7 @@ class InEngine:
     drafts_equal: int
     acceptance_engine: float
     acceptance_ours: float
+    repaired: bool = False  # a fault of the engine's own was put right for the run
 
     @property
     def passed(self) -> bool:
@@ -77,8 +79,8 @@ class InEngine:
 def engine_python(format_name: str, given: str | None) -> str:
     """The interpreter of the engine's environment. Raises UserError if it is no file."""
     variable = f"DRAFTSMITH_{format_name.upper().replace('-', '_')}_PYTHON"
-    path = given or os.environ.get(variable) or sys.executable
-    if not Path(path).is_file():
+    path = os.path.abspath(os.path.expanduser(given or os.environ.get(variable) or sys.executable))  # not resolved: a venv's python is a link
+    if not os.access(path, os.X_OK) or not Path(path).is_file():
         raise UserError(f"--engine-python: wanted the python of the environment of {format_name}, got {path}; give it, or set {variable}")
     return path
 
@@ -127,22 +129,26 @@ def measure(
     prompts: Sequence[list[int]],
     max_tokens: int,
     baseline: dict[str, Any] | None = None,
+    repair: bool = False,
+    told: dict[str, Any] | None = None,
 ) -> InEngine:
-    """Compare the engine with the drafter, the engine without, and our own chain decoding. baseline: the engine's result without, if it is known."""
+    """Compare the engine with the drafter, the engine without, and our own chain decoding. baseline: the engine's result without, if it is known.
+
+    repair: put right what is known to be wrong in the engine itself (see its runner), to see that nothing else is. told: what to
+    tell it about the drafter instead, to see that a fault shows.
+    """
     depth = drafted_tokens(source, format_name)
-    job = {
-        "target": source.target.name,
-        "prompts": list(prompts),
-        "max_tokens": max_tokens,
-        "max_model_len": 16 * ((max(map(len, prompts)) + max_tokens) // 16 + 2),
-    }
-    plain = baseline or run_engine(format_name, python, job | {"speculative": None})
-    found = run_engine(format_name, python, job | drafting(source, format_name, folder, depth))
+    job = plain_job(source.target, prompts, max_tokens) | {"repair": repair}
+    plain = baseline or run_engine(format_name, python, job)
+    about = drafting(source, format_name, folder, depth)
+    about["speculative"] |= told or {}
+    found = run_engine(format_name, python, job | about)
     outputs, ours = chain_drafts(source, format_name, prompts, depth, max_tokens)
     identical = sum(a == b for a, b in zip(plain["outputs"], found["outputs"], strict=True))
     drafts: Drafts = found.get("drafts", [])
     there, here = placed(found["outputs"], drafts, found.get("first", 1)), placed(outputs, ours)
-    pairs = [(there[place], here[place]) for place in there.keys() & here.keys()]
+    same = [agreed(a, b) for a, b in zip(found["outputs"], outputs, strict=True)]  # where texts part, drafts follow different ones
+    pairs = [(there[index, at], here[index, at]) for index, at in there.keys() & here.keys() if at <= same[index]]
     pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs if a and b]  # some engines draft fewer tokens near the end
     theirs = acceptance(found["outputs"], drafts, found.get("first", 1)) if drafts else accepted_share(found)
     return InEngine(
@@ -156,7 +162,14 @@ def measure(
         drafts_equal=sum(a == b for a, b in pairs),
         acceptance_engine=theirs,
         acceptance_ours=acceptance(outputs, ours),
+        repaired=bool(found.get("repaired")),
     )
+
+
+def plain_job(target: Target, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
+    """What the engine is to do without a drafter."""
+    length = 16 * ((max(map(len, prompts)) + max_tokens) // 16 + 2)
+    return {"target": target.name, "prompts": list(prompts), "max_tokens": max_tokens, "max_model_len": length, "speculative": None}
 
 
 def drafted_tokens(source: Source, format_name: str) -> int:
@@ -178,6 +191,8 @@ def accepted_share(found: dict[str, Any]) -> float:
 def drafting(source: Source, format_name: str, folder: Path, depth: int) -> dict[str, Any]:
     """The part of a job that tells the engine about the drafter."""
     method, place = source.method, str(folder.resolve())
+    if not source.shares_tokenizer:
+        raise UserError("--verify: wanted a draft model with the target's tokenizer, got another; engines translate tokens each in a way of its own")
     if RUNNERS.get(format_name) != "vllm":
         taps = [] if source.head is None else list(source.head.taps)
         return {"speculative": {"method": method, "model": place, "num_speculative_tokens": depth, "layers": [k - 1 for k in taps]}}
@@ -234,10 +249,14 @@ def placed(outputs: Sequence[list[int]], drafts: Drafts, first: int = 1) -> dict
     return found
 
 
+def agreed(one: list[int], other: list[int]) -> int:
+    """How many of their first tokens are the same."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def accepted(text: list[int], at: int, draft: list[int]) -> int:
     """How many of the draft's tokens are the text's from there on."""
-    pairs = zip(draft, text[at:], strict=False)
-    return next((index for index, (drafted, real) in enumerate(pairs) if drafted != real), min(len(draft), len(text) - at))
+    return agreed(draft, text[at:])
 
 
 def acceptance(outputs: Sequence[list[int]], drafts: Drafts, first: int = 1) -> float:

@@ -3,19 +3,22 @@
     python -m draftsmith.eval.serve_check --out runs/serve-check --engine vllm=~/vllm/bin/python --engine transformers \\
         --drafter runs/quickstart/drafter --drafter early_exit:0-3
 
-`make serve-check` builds the environments first. Three kinds of cases:
+`make serve-check` builds the environments first. Four kinds of cases:
     random      a head of random weights, norms and biases: every round's draft has to be ours (40 rounds at least); nothing is easier to get wrong
+    contrast    where an engine does not show its drafts: a head that is accepted always if its layers and its draft vocabulary are right, else never
     fault       the same with one thing broken, which has to be noticed: layers shifted by one, a norm dropped, absolute ids in d2t
     trained     a drafter of yours on prompts of the suite: accepted/drafted within 2 points of our chain decoding, the output unchanged
-Prints a table and, as its last line, one JSON object; writes serve_check.json. Exits with 1 if a case fails.
+Prints what was found, a table of engine x method and, as its last line, one JSON object; writes serve_check.json and serve_check.md. Exits with 1 if
+a case fails. --resume takes over what passed before, by the serve_check.json there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,23 +32,29 @@ from .. import UserError
 from ..decode.prompts import render_prompt
 from ..decode.target import Target
 from ..heads.export import ENGINES
-from ..heads.export.common import Source, Tuning
+from ..heads.export.common import DRAFT_MODEL, PARD, Source, Tuning
 from ..heads.export.table import TABLE
-from ..heads.export.write import export, read_tuning, source_of
+from ..heads.export.write import export, read_json, read_tuning, source_of
 from ..heads.head import Head
+from ..heads.pard import Pard
 from ..heads.registry import new_head, open_drafter
 from ..heads.standalone import early_exit
 from ..recipes.schema import TargetRef
-from .in_engine import RESULT, InEngine, engine_python, measure, run_engine
+from .contrast import contrast_head
+from .in_engine import RESULT, RUNNERS, InEngine, engine_python, measure, plain_job, run_engine
 from .suites import load_suite
 
 METHODS = {
-    "vllm": ("draft_model", "medusa", "eagle1", "eagle3", "p_eagle", "dflash", "mtp"),
+    "vllm": ("draft_model", "pard", "medusa", "eagle1", "eagle3", "p_eagle", "dflash", "mtp"),
     "speculators": ("eagle3", "p_eagle", "dflash"),
     "transformers": ("draft_model", "dflash", "mtp"),
-    "openvino": ("draft_model",),  # it does not show its drafts, so that random heads, of which nothing is accepted, prove nothing
+    "llamacpp": ("draft_model", "eagle3", "dflash", "dspark"),
 }
-PLACES = {"eagle1": "eg1", "eagle3": "eg3", "p_eagle": "peg", "dflash": "dfl"}  # folders' names must not hold the methods' (see vLLM's path rule)
+CONTRAST: dict[str, dict[str, tuple[str | None, ...]]] = {
+    "openvino": {"draft_model": (None,), "eagle3": (None, "layers not told", "layers before", "d2t shifted by one")}
+}
+PLACES = {"eagle1": "eg1", "eagle3": "eg3", "p_eagle": "peg", "dflash": "dfl", "dspark": "dsp"}
+KINDS = ("random", "contrast", "fault", "trained")
 ROUNDS = 40
 TEXTS = [[20 + index * 7 % 1000 for index in range(30)], [5, 9, 33, 200, 71, 8, 900]]
 
@@ -65,7 +74,9 @@ class Case:
 def random_source(method: str, format_name: str, target: Target, tokens: int) -> Source:
     """A head of random weights in which every tensor matters: large values and outputs of attention, norms that are not one."""
     torch.manual_seed(0)
-    if method not in TABLE:
+    if method == PARD:
+        return replace(source_of(Pard(early_exit(target, [0, 1, 2, 3]).draft, 1, 4).bind(target), {}, target), tuning=Tuning(3))
+    if method == DRAFT_MODEL:
         return replace(source_of(early_exit(target, [0, 1, 2, 3]), {}, target), tuning=Tuning(tokens))
     settings: dict[str, Any] = {"draft_vocab_size": target.vocab_size // 2}
     if method == "mtp" and format_name == "vllm":
@@ -82,18 +93,7 @@ def random_source(method: str, format_name: str, target: Target, tokens: int) ->
                 parameter.mul_(0.5)
             elif method == "medusa":
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    if method == "dflash":
-        same_key_norms(head)
     return replace(source_of(head, {}, target), tuning=Tuning(tokens))
-
-
-def same_key_norms(head: Head) -> None:
-    """All layers the same: vLLM's CPU kernel norms the context's keys of all layers by the first one's weights (0.32; not so on a GPU)."""
-    state = head.state_dict()
-    first = next(tensor for name, tensor in state.items() if name.endswith("k_norm.weight"))
-    for name, tensor in state.items():
-        if name.endswith("k_norm.weight"):
-            tensor.copy_(first)
 
 
 # Faults
@@ -129,7 +129,15 @@ def absolute_ids(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def shifted_ids(folder: Path) -> None:
+    """Offsets to the tokens behind the right ones."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 FAULTS = {"layers shifted by one": shifted_layers, "a norm dropped": dropped_norm, "absolute d2t": absolute_ids}
+FAULTY = ("vllm", "llamacpp")  # engines that they are tried in
 
 
 # Cases
@@ -141,59 +149,93 @@ class Checker:
     def __init__(self, engine: str, python: str, target: Target, out: Path) -> None:
         self.engine, self.python, self.target, self.out = engine, python, target, out
         self._plain: dict[str, dict[str, Any]] = {}
+        self._head: Head | None = None
 
-    def _measure(self, source: Source, folder: Path, prompts: Sequence[list[int]], tokens: int) -> InEngine:
-        length = 16 * ((max(map(len, prompts)) + tokens) // 16 + 2)
+    def folder(self, method: str, mark: str) -> Path:
+        """Of an export; its name must not hold a method's (see vLLM's path rule)."""
+        return self.out / f"{self.engine}-{PLACES.get(method, method)}{mark}"
+
+    def _measure(
+        self, source: Source, folder: Path, prompts: Sequence[list[int]], tokens: int, repair: bool = False, told: dict[str, Any] | None = None
+    ) -> InEngine:
         key = json.dumps([prompts, tokens])
-        job = {"target": self.target.name, "prompts": list(prompts), "max_tokens": tokens, "max_model_len": length, "speculative": None}
         if key not in self._plain:
-            self._plain[key] = run_engine(self.engine, self.python, job)
-        return measure(source, self.engine, folder, self.python, prompts, tokens, self._plain[key])
+            self._plain[key] = run_engine(self.engine, self.python, plain_job(self.target, prompts, tokens))
+        return measure(source, self.engine, folder, self.python, prompts, tokens, self._plain[key], repair, told)
 
     def random(self, method: str, fault: str | None = None) -> Case:
-        """Drafts of random weights; one token a round, so that each draft follows a text that both sides have."""
+        """Drafts of random weights; one token a round, so that each draft follows a text that both sides have (a block of PARD: three)."""
         kind = "random" if fault is None else f"fault: {fault}"
         try:
             source = random_source(method, self.engine, self.target, 1)
-            folder = self.out / f"{self.engine}-{PLACES.get(method, method)}{'' if fault is None else '-broken'}"
-            export(source, self.engine, folder)
+            folder = self.folder(method, "" if fault is None else "-broken")
+            export(source, self.engine, folder, convert=False)
             if fault is not None:
                 FAULTS[fault](folder)
-            result = self._measure(source, folder, TEXTS, 48)
+            result = self._measure(source, folder, TEXTS, 48, repair=True)
         except UserError as error:
             return Case(self.engine, method, kind, fault is not None, str(error)[-200:])
         same = result.passed and result.drafts_equal == result.drafts_compared >= ROUNDS
         found = f"{result.drafts_equal}/{result.drafts_compared} rounds, output {result.outputs_identical}/{result.prompts}"
+        found += ", the engine's norm of context keys repaired" if result.repaired else ""
         return Case(self.engine, method, kind, same == (fault is None), found, asdict(result))
+
+    def contrast(self, method: str, fault: str | None = None) -> Case:
+        """Accepted always where all is right, next to never with one thing wrong."""
+        kind = "contrast" if fault is None else f"fault: {fault}"
+        try:
+            source = self.copy() if method == DRAFT_MODEL else self.by_heart()
+            folder = self.folder(method, "-contrast" if fault is None else "-broken")
+            export(source, self.engine, folder, convert=False)
+            told = None
+            if fault == "d2t shifted by one":
+                shifted_ids(folder)
+            elif fault is not None:
+                told = {"layers": None if fault == "layers not told" else [k - 2 for k in source.config.taps]}
+            result = self._measure(source, folder, TEXTS, 48, told=told)
+        except UserError as error:
+            return Case(self.engine, method, kind, False, str(error)[-200:])
+        good = result.acceptance_engine >= 0.95 if fault is None else result.acceptance_engine <= 0.1
+        found = f"accepted/drafted {result.acceptance_engine:.3f}, output {result.outputs_identical}/{result.prompts}"
+        return Case(self.engine, method, kind, good and result.outputs_identical == result.prompts, found, asdict(result))
+
+    def copy(self) -> Source:
+        """The target as its own draft model."""
+        return replace(source_of(early_exit(self.target, range(self.target.num_layers)), {}, self.target), tuning=Tuning(3))
+
+    def by_heart(self) -> Source:
+        """A head for `TEXTS`."""
+        if self._head is None:
+            self._head = contrast_head(self.target, TEXTS, 48)
+        return replace(source_of(self._head, {}, self.target), tuning=Tuning(1))
 
     def trained(self, name: str, prompts: Sequence[list[int]], tokens: int) -> Case:
         """A drafter of the user's."""
-        method = name
+        method, kind = name, f"trained: {name}"
         try:
             drafter, contract = open_drafter(name, self.target)
             source = source_of(drafter, contract, self.target, tuning=read_tuning(Path(name)))
             source, method = replace(source, tuning=Tuning(min(3, source.tuning.tokens))), source.method
-            folder = self.out / f"{self.engine}-{PLACES.get(method, method)}-trained"
-            export(source, self.engine, folder)
+            folder = self.folder(method, "-trained")
+            export(source, self.engine, folder, convert=False)
             result = self._measure(source, folder, prompts, tokens)
         except UserError as error:
-            return Case(self.engine, method, "trained", False, str(error)[-200:])
+            return Case(self.engine, method, kind, False, str(error)[-200:])
         (folder / RESULT).write_text(json.dumps({**asdict(result), "passed": result.passed}, indent=2) + "\n")
-        found = (
-            f"accepted/drafted {result.acceptance_engine:.3f}, ours {result.acceptance_ours:.3f}, "
-            f"{result.drafts_equal}/{result.drafts_compared} rounds, output {result.outputs_identical}/{result.prompts}"
-        )
-        return Case(self.engine, method, "trained", result.passed, found, asdict(result))
+        seen = f"{result.drafts_equal}/{result.drafts_compared} rounds, " if result.drafts_compared else ""
+        found = f"accepted/drafted {result.acceptance_engine:.3f}, ours {result.acceptance_ours:.3f}, {seen}"
+        found += f"output {result.outputs_identical}/{result.prompts}"
+        return Case(self.engine, method, kind, result.passed, found, asdict(result))
 
 
-def takes(engine: str, name: str, target: Target) -> bool:
-    """Whether the engine is for such drafters at all: what it refuses is no failure."""
+def method_taken(engine: str, name: str, target: Target) -> str | None:
+    """The drafter's method if the engine is for such drafters at all: what it refuses is no failure."""
     source = source_of(*open_drafter(name, target), target)
     loader = ENGINES[engine].loaders.get(source.method)
-    return loader is not None and loader.refuse(source.head.sizes if source.head else None, source.facts) is None
+    return source.method if loader is not None and loader.refuse(source.head.sizes if source.head else None, source.facts) is None else None
 
 
-def table(cases: Sequence[Case]) -> Table:
+def found_table(cases: Sequence[Case]) -> Table:
     """Engine, method, case, result."""
     shown = Table("engine", "method", "case", "result", "found", box=None)
     for case in cases:
@@ -201,43 +243,117 @@ def table(cases: Sequence[Case]) -> Table:
     return shown
 
 
-def main(arguments: Sequence[str]) -> int:
+def matrix(cases: Sequence[Case]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of method x engine: what was seen there; `rules` where only the rules of the format are checked, `-` where it has no loader."""
+    methods = list(dict.fromkeys([DRAFT_MODEL, PARD, *TABLE]))
+    return ["method", *ENGINES], [[method, *(cell(cases, engine, method) for engine in ENGINES)] for method in methods]
+
+
+def cell(cases: Sequence[Case], engine: str, method: str) -> str:
+    """Drafts of random weights equal to ours, acceptance of a contrast head, acceptance of a trained drafter there and here."""
+    mine = [case for case in cases if (case.engine, case.method) == (engine, method)]
+    if not mine:
+        return "rules" if method in ENGINES[engine].loaders else "-"
+    parts = [] if all(case.passed for case in mine) else ["FAIL"]
+    for case in mine:
+        figures = case.figures or {}
+        if case.kind == "random":
+            parts.append(f"{figures.get('drafts_equal', 0)}/{figures.get('drafts_compared', 0)}")
+        elif case.kind == "contrast":
+            parts.append(f"contrast {figures.get('acceptance_engine', 0):.2f}")
+        elif case.kind.startswith("trained"):
+            parts.append(f"{figures.get('acceptance_engine', 0):.3f} = {figures.get('acceptance_ours', 0):.3f}")
+    return ", ".join(parts)
+
+
+def markdown(cases: Sequence[Case]) -> str:
+    """Both tables."""
+    header, rows = matrix(cases)
+    lines = [header, ["---"] * len(header), *rows, [], ["engine", "method", "case", "result", "found"], ["---"] * 5]
+    lines += [[case.engine, case.method, case.kind, "pass" if case.passed else "FAIL", case.found.replace("|", " ")] for case in cases]
+    return "\n".join("| " + " | ".join(line) + " |" if line else "" for line in lines) + "\n"
+
+
+def write(cases: Sequence[Case], out: Path) -> dict[str, Any]:
+    """serve_check.json and serve_check.md, after every case, so that one can resume."""
+    result = {"schema": "draftsmith.serve_check/1", "passed": all(case.passed for case in cases), "cases": [asdict(case) for case in cases]}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serve_check.json").write_text(json.dumps(result, indent=2) + "\n")
+    (out / "serve_check.md").write_text(markdown(cases))
+    return result
+
+
+def passed_before(out: Path) -> dict[tuple[str, str, str], Case]:
+    """By engine, method and kind."""
+    path = out / "serve_check.json"
+    cases = [Case(**case) for case in read_json(path)["cases"]] if path.is_file() else []
+    return {(case.engine, case.method, case.kind): case for case in cases if case.passed}
+
+
+def arguments_of(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m draftsmith.eval.serve_check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of exports and of serve_check.json")
-    parser.add_argument("--engine", action="append", default=[], help="NAME=PYTHON, of vllm, speculators, transformers or openvino")
+    parser.add_argument("--out", type=Path, required=True, help="folder of exports, of serve_check.json and of serve_check.md")
+    parser.add_argument("--engine", action="append", default=[], help="NAME=PYTHON, of vllm, speculators, transformers, openvino or llamacpp")
     parser.add_argument("--drafter", action="append", default=[], help="a trained drafter's folder, or early_exit:LAYERS")
-    parser.add_argument("--kinds", default="random,fault,trained")
-    parser.add_argument("--methods", default="", help="only these, for random heads")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="some of random, contrast, fault, trained")
+    parser.add_argument("--methods", default="", help="only these")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--target", default="builtin:quickstart")
+    parser.add_argument("--resume", action="store_true", help="do not run again what passed before")
     given = parser.parse_args(arguments)
-    kinds, console = given.kinds.split(","), Console()
+    given.kinds, given.methods = given.kinds.split(","), given.methods.split(",") if given.methods else []
+    if wrong := sorted({*given.kinds} - {*KINDS}):
+        raise UserError(f"--kinds: wanted some of {', '.join(KINDS)}, got {', '.join(wrong)}")
+    names = [entry.partition("=")[0] for entry in given.engine]
+    if wrong := [name for name in names if name not in RUNNERS] or ([] if names else ["nothing"]):
+        raise UserError(f"--engine: wanted NAME=PYTHON with a name of {', '.join(RUNNERS)}, got {', '.join(wrong)}")
+    return given
+
+
+def planned(checker: Checker, given: argparse.Namespace, prompts: Sequence[list[int]]) -> Iterator[tuple[str, str, Callable[[], Case]]]:
+    """(method, kind, what runs it) of every case in one engine."""
+    engine, run = checker.engine, functools.partial
+    for method in METHODS.get(engine, ()) if "random" in given.kinds else ():
+        yield method, "random", run(checker.random, method)
+    for method, faults in CONTRAST.get(engine, {}).items():
+        for fault in faults:
+            if ("contrast" if fault is None else "fault") in given.kinds:
+                yield method, "contrast" if fault is None else f"fault: {fault}", run(checker.contrast, method, fault)
+    for fault in FAULTS if "fault" in given.kinds and engine in FAULTY else ():
+        yield "eagle3", f"fault: {fault}", run(checker.random, "eagle3", fault)
+    for name in given.drafter if "trained" in given.kinds else ():
+        taken = method_taken(engine, name, checker.target)
+        if taken is not None:
+            yield taken, f"trained: {name}", run(checker.trained, name, prompts, given.tokens)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every case, engine by engine."""
+    given = arguments_of(arguments)
     target = Target.load(TargetRef(path=given.target).location, dtype="float32", device="cpu")
     assert target.tokenizer is not None
     prompts = [render_prompt(target.tokenizer, prompt) for prompt in load_suite("stdlib", given.prompts, split="test").prompts]
+    before = passed_before(given.out) if given.resume else {}
     cases: list[Case] = []
-
-    def done(case: Case) -> None:
-        cases.append(case)
-        print(f"{case.engine} {case.method} {case.kind}: {'pass' if case.passed else 'FAIL'} ({case.found})", flush=True)
-
     for entry in given.engine:
         engine, _, python = entry.partition("=")
         checker = Checker(engine, engine_python(engine, python or None), target, given.out.resolve())
-        chosen = [name for name in METHODS.get(engine, ()) if not given.methods or name in given.methods.split(",")]
-        for method in chosen if "random" in kinds and engine != "openvino" else []:
-            done(checker.random(method))
-        for fault in FAULTS if "fault" in kinds and engine == "vllm" else ():
-            done(checker.random("eagle3", fault))
-        for name in given.drafter if "trained" in kinds else []:
-            if takes(engine, name, target):
-                done(checker.trained(name, prompts, given.tokens))
-    console.print(table(cases))
-    result = {"schema": "draftsmith.serve_check/1", "passed": all(case.passed for case in cases), "cases": [asdict(case) for case in cases]}
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "serve_check.json").write_text(json.dumps(result, indent=2) + "\n")
+        for method, kind, run in planned(checker, given, prompts):
+            if given.methods and method not in given.methods:
+                continue
+            case = before.get((engine, method, kind)) or run()
+            cases.append(case)
+            write(cases, given.out)
+            print(f"{case.engine} {case.method} {case.kind}: {'pass' if case.passed else 'FAIL'} ({case.found})", flush=True)
+    Console(width=200).print(found_table(cases))
+    header, rows = matrix(cases)
+    shown = Table(*header)
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=200).print(shown)
+    result = write(cases, given.out)
     print(json.dumps(result))
     return 0 if result["passed"] and cases else 1
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 
-def converted(model: str, layers: list[int] | None = None) -> str:
-    """The folder of a model in OpenVINO's form. layers: those that an EAGLE-3 drafter reads, as outputs counted from 0."""
+def converted(model: str, head: bool = False, layers: list[int] | None = None) -> str:
+    """The folder of a model, or an EAGLE-3 head, in OpenVINO's form. layers: those that the head reads, as outputs counted from 0."""
     stamp = max(path.stat().st_mtime for path in Path(model).iterdir())
-    place = Path(tempfile.gettempdir()) / f"draftsmith-openvino-{hashlib.sha256(f'{model} {stamp} {layers}'.encode()).hexdigest()[:16]}"
+    place = Path(tempfile.gettempdir()) / f"draftsmith-openvino-{hashlib.sha256(f'{model} {stamp} {head} {layers}'.encode()).hexdigest()[:16]}"
     if not (place / "done").is_file():
         command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--model", model]
-        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", *(["--trust-remote-code"] if layers else []), str(place)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", *(["--trust-remote-code"] if head else []), str(place)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         if layers:
             import openvino as ov
@@ -49,8 +49,8 @@ def main(job_file: str, result_file: str) -> None:
     speculative: dict[str, Any] = job["speculative"] or {}
     settings: dict[str, Any] = {}
     if speculative:
-        layers = speculative["layers"] if speculative["method"] == "eagle3" else None
-        settings["draft_model"] = genai.draft_model(converted(speculative["model"], layers), "CPU")
+        head = speculative["method"] == "eagle3"
+        settings["draft_model"] = genai.draft_model(converted(speculative["model"], head, speculative["layers"] if head else None), "CPU")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 1
     scheduler.enable_prefix_caching = False

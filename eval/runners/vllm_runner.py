@@ -2,8 +2,8 @@
 
     python vllm_runner.py job.json result.json
 
-job: target, speculative (vLLM's own config, or null), prompts, max_tokens, max_model_len. result: outputs, drafts (a list a prompt, a list a
-round), metrics, versions.
+job: target, speculative (vLLM's own config, or null), prompts, max_tokens, max_model_len, repair (see `repair_norms`). result: outputs, drafts (a
+list a prompt, a list a round), metrics, versions, repaired.
 """
 
 from __future__ import annotations
@@ -34,6 +34,32 @@ def record() -> None:
     GPUModelRunner.propose_draft_token_ids = recorded
 
 
+def repair_norms() -> bool:
+    """Whether the grouped norm of DFlash's context keys had to be computed layer by layer.
+
+    vLLM norms the keys of all layers in one call, with a row of weights a layer. The kernel of its CPU builds (0.32) takes the first row for all of
+    them; that of its GPU builds does not. With this, the CPU build computes what GPU builds do.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    keys, weights = torch.ones(2, 1, 1, 32), torch.stack([torch.ones(32), torch.full((32,), 2.0)])
+    normed = torch.empty_like(keys)
+    ops.rms_norm(normed, keys, weights, 1e-6)
+    if float(normed[1].mean()) > 1.5:
+        return False
+
+    def by_layers(self: Any, all_k: Any) -> Any:
+        out = torch.empty_like(all_k)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = by_layers
+    return True
+
+
 def main(job_file: str, result_file: str) -> None:
     """Run the job."""
     defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -45,6 +71,7 @@ def main(job_file: str, result_file: str) -> None:
     settings: dict[str, Any] = {} if job["speculative"] is None else {"speculative_config": job["speculative"]}
     if job["speculative"] is not None:
         record()
+    repaired = bool(job.get("repair")) and repair_norms()
     llm = LLM(
         model=job["target"],
         dtype="float32",
@@ -73,7 +100,7 @@ def main(job_file: str, result_file: str) -> None:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    result = {"outputs": outputs, "drafts": drafts, "metrics": metrics, "versions": versions}
+    result = {"outputs": outputs, "drafts": drafts, "metrics": metrics, "versions": versions, "repaired": repaired}
     Path(result_file).write_text(json.dumps(result))
 
 

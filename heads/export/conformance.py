@@ -335,6 +335,27 @@ def file_named(name: str) -> Rule:
     return rule
 
 
+def uncut_vocabulary(exported: Exported) -> Problems:
+    """No draft vocabulary."""
+    vocab = exported.target["vocab_size"]
+    if exported.config.get("draft_vocab_size", vocab) != vocab:
+        yield f"config draft_vocab_size: wanted {vocab}, got {exported.config['draft_vocab_size']}; the engine has no map for this method"
+
+
+# DFlash with the whole vocabulary: one form for several engines.
+DFLASH_RULES: tuple[Rule, ...] = (
+    plain_decoder,
+    says(architectures=["DFlashDraftModel"], model_type="qwen3"),
+    has("block_size"),
+    layers_exist,
+    layers_at("dflash_config", "target_layer_ids", offset=-1),
+    mask_token("dflash_config", "mask_token_id"),
+    has_tensors("dflash", maps="never"),
+    uncut_vocabulary,
+    same_hidden_size,
+)
+
+
 # Draft models
 
 

@@ -1,10 +1,12 @@
 """llama.cpp: a folder that its converter takes, and GGUF where the converter is installed.
 
-The converter is found by the environment variable DRAFTSMITH_GGUF_CONVERTER (the path of convert_hf_to_gguf.py), or on PATH.
+The converter, convert_hf_to_gguf.py, is found in the folder that the environment variable DRAFTSMITH_LLAMACPP names, or on PATH; it runs in the
+python that DRAFTSMITH_LLAMACPP_PYTHON names, or in ours.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,16 +27,15 @@ from .common import (
     save_draft,
     shared_embeddings,
     three_taps_one_layer,
-    widened_note,
 )
 from .conformance import (
+    DFLASH_RULES,
     draft_vocabulary,
     good_maps,
     has,
     has_tensors,
     layers_at,
     layers_exist,
-    mask_token,
     plain_decoder,
     same_hidden_size,
     says,
@@ -42,7 +43,7 @@ from .conformance import (
     weights_there,
 )
 
-CONVERTER = "DRAFTSMITH_GGUF_CONVERTER"
+FOLDER, PYTHON, SCRIPT = "DRAFTSMITH_LLAMACPP", "DRAFTSMITH_LLAMACPP_PYTHON", "convert_hf_to_gguf.py"
 
 
 def command(kind: str, target: bool) -> str:
@@ -66,41 +67,48 @@ def eagle3(source: Source) -> Layout:
 
 def dflash(source: Source) -> Layout:
     """DFlash, with the target's output layer."""
-    layout = vllm.dflash(source)
-    for name in ("lm_head.weight", "d2t", "t2d"):
-        layout.tensors.pop(name, None)
-    assert layout.config is not None
-    layout.config["draft_vocab_size"] = source.facts.vocab_size
-    layout.launch, layout.notes = command("draft-dflash", True), widened_note(source)
+    return vllm.whole_dflash(source, command("draft-dflash", True))
+
+
+def dspark(source: Source) -> Layout:
+    """vLLM's layout, with a draft vocabulary if there is one."""
+    layout = vllm.dspark(source)
+    layout.launch, layout.notes = command("draft-dspark", True), layout.notes[:1]
     return layout
 
 
 def converter() -> Path | None:
-    """The installed converter. Raises UserError if the variable names a file that is not there."""
-    named = os.environ.get(CONVERTER)
-    if named and not Path(named).is_file():
-        raise UserError(f"{CONVERTER}: wanted the path of convert_hf_to_gguf.py, got {named}")
-    found = named or shutil.which("convert_hf_to_gguf.py")
+    """The installed converter. Raises UserError if the variable names a folder without it."""
+    named = os.environ.get(FOLDER)
+    if named and not (Path(named) / SCRIPT).is_file():
+        raise UserError(f"{FOLDER}: wanted llama.cpp's folder, with {SCRIPT}, got {named}")
+    found = Path(named) / SCRIPT if named else shutil.which(SCRIPT)
     return Path(found) if found else None
 
 
 def convert(folder: Path, target: str | None) -> str:
-    """Run the converter, if there is one. Returns a sentence about it. Raises UserError with its last line if it fails."""
+    """Run the converter, if there is one. Returns a sentence about it. Raises UserError with its last line if it fails: the folder stays as it is."""
     script = converter()
     if script is None:
-        return f"no GGUF: convert_hf_to_gguf.py is not installed (or name it in {CONVERTER})"
+        return f"no GGUF: {SCRIPT} is not installed (or name llama.cpp's folder in {FOLDER})"
     about_target = ["--target-model-dir", target] if target else []
-    python = os.environ.get("DRAFTSMITH_GGUF_PYTHON", sys.executable)
+    python = os.environ.get(PYTHON, sys.executable)
     done = subprocess.run(
-        [python, str(script), str(folder), *about_target, "--outfile", str(folder / "drafter.gguf"), "--outtype", "f32"],
+        [python, str(script), str(folder), *about_target, "--outfile", str(folder / "drafter.gguf"), "--outtype", kept_type(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        raise UserError(f"export llamacpp: {script.name} failed ({last}); run it by hand on {folder} to see all")
+        raise UserError(f"export llamacpp: {SCRIPT} failed ({last}); the folder is written, run it by hand on {folder} to see all")
     return "GGUF: drafter.gguf"
+
+
+def kept_type(folder: Path) -> str:
+    """The converter's name for the dtype that the folder has."""
+    dtype = json.loads((folder / "config.json").read_text()).get("torch_dtype")
+    return {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32")
 
 
 ENGINE = Engine(
@@ -122,20 +130,8 @@ ENGINE = Engine(
             ),
             first_refusal(raw_taps, three_taps_one_layer, shared_embeddings),
         ),
-        "dflash": Loader(
-            dflash,
-            (
-                plain_decoder,
-                says(architectures=["DFlashDraftModel"], model_type="qwen3"),
-                has("block_size"),
-                layers_exist,
-                layers_at("dflash_config", "target_layer_ids", offset=-1),
-                mask_token("dflash_config", "mask_token_id"),
-                has_tensors("dflash", maps="never"),
-                same_hidden_size,
-            ),
-            first_refusal(raw_taps, shared_embeddings),
-        ),
+        "dflash": Loader(dflash, DFLASH_RULES, first_refusal(raw_taps, shared_embeddings)),
+        "dspark": Loader(dspark, vllm.DSPARK_RULES, first_refusal(raw_taps, shared_embeddings)),
     },
     why_not={"eagle1": "its converter has no map for it", "mtp": "it has MTP of other targets only"},
 )

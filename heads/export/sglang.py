@@ -23,9 +23,9 @@ from .common import (
     save_draft,
     shared_embeddings,
     whole_vocabulary,
-    widened_note,
 )
 from .conformance import (
+    DFLASH_RULES,
     Exported,
     draft_vocabulary,
     explicit_bias,
@@ -40,6 +40,7 @@ from .conformance import (
     plain_decoder,
     same_hidden_size,
     says,
+    uncut_vocabulary,
     weights_there,
 )
 from .table import Sizes, Spec
@@ -85,14 +86,7 @@ def eagle3(source: Source) -> Layout:
 
 def dflash(source: Source) -> Layout:
     """DFlash."""
-    layout = vllm.dflash(source)
-    for name in ("lm_head.weight", "d2t", "t2d"):
-        layout.tensors.pop(name, None)
-    assert layout.config is not None
-    layout.config["draft_vocab_size"] = source.facts.vocab_size
-    layout.launch = command("DFLASH", "--speculative-dflash-block-size {block}")
-    layout.notes = widened_note(source)
-    return layout
+    return vllm.whole_dflash(source, command("DFLASH", "--speculative-dflash-block-size {block}"))
 
 
 def dspark(source: Source) -> Layout:
@@ -121,13 +115,6 @@ def token_map(exported: Exported) -> Any:
         ids = torch.load(path, weights_only=True)
         if ids.dtype != torch.int64 or not 0 <= int(ids.min()) <= int(ids.max()) < exported.target["vocab_size"] or len(ids.unique()) < len(ids):
             yield f"{TOKEN_MAP}: wanted distinct int64 ids of the target's vocabulary, got others"
-
-
-def whole(exported: Exported) -> Any:
-    """No draft vocabulary."""
-    vocab = exported.target["vocab_size"]
-    if exported.config.get("draft_vocab_size", vocab) != vocab:
-        yield f"config draft_vocab_size: wanted {vocab}, got {exported.config['draft_vocab_size']}; SGLang has no map for this method"
 
 
 ENGINE = Engine(
@@ -162,21 +149,7 @@ ENGINE = Engine(
             ),
             first_refusal(raw_taps, no_own_norms, shared_embeddings),
         ),
-        "dflash": Loader(
-            dflash,
-            (
-                plain_decoder,
-                says(architectures=["DFlashDraftModel"], model_type="qwen3"),
-                has("block_size"),
-                layers_exist,
-                layers_at("dflash_config", "target_layer_ids", offset=-1),
-                mask_token("dflash_config", "mask_token_id"),
-                has_tensors("dflash", maps="never"),
-                whole,
-                same_hidden_size,
-            ),
-            first_refusal(raw_taps, shared_embeddings),
-        ),
+        "dflash": Loader(dflash, DFLASH_RULES, first_refusal(raw_taps, shared_embeddings)),
         "dspark": Loader(
             dspark,
             (
@@ -187,7 +160,7 @@ ENGINE = Engine(
                 mask_token("mask_token_id"),
                 has_tensors("dspark", maps="never"),
                 lacks("original_lm_head"),
-                whole,
+                uncut_vocabulary,
                 same_hidden_size,
             ),
             first_refusal(raw_taps, whole_vocabulary, shared_embeddings),

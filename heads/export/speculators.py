@@ -23,6 +23,7 @@ from .conformance import (
     says,
 )
 from .table import SPECULATORS, Sizes, Spec
+from .vllm import key_norms_note
 
 VERSION = "0.9.0"
 LAUNCH = "vllm serve {folder}"
@@ -100,7 +101,7 @@ def with_output_layer(source: Source) -> dict[str, Any]:
 def dflash(source: Source) -> Layout:
     """DFlash."""
     config = block_keys(source, "dflash", "DFlashDraftModel") | {"sample_from_anchor": False}
-    return Layout(LAUNCH, config, with_output_layer(source))
+    return Layout(LAUNCH, config, with_output_layer(source), notes=key_norms_note(source))
 
 
 def dspark(source: Source) -> Layout:

@@ -191,7 +191,29 @@ def dflash(source: Source) -> Layout:
     config = block_config(source, "DFlashDraftModel") | {
         "dflash_config": {"mask_token_id": source.config.mask_token_id, "target_layer_ids": ids, "causal": False}
     }
-    return Layout(command("dflash"), config, block_tensors(source), notes=[f"At most {source.config.block_size - 1} speculative tokens."])
+    notes = [f"At most {source.config.block_size - 1} speculative tokens.", *key_norms_note(source)]
+    return Layout(command("dflash"), config, block_tensors(source), notes=notes)
+
+
+def key_norms_note(source: Source) -> list[str]:
+    """Said of DFlash heads of several layers, which vLLM computes right on GPUs only."""
+    if source.config.num_layers == 1:
+        return []
+    return [
+        "vLLM 0.32 built for CPUs norms the context's keys of all layers by the first layer's k_norm, so that it drafts a little worse there "
+        "(accepted 0.186 of the drafted tokens in place of 0.189 for a briefly trained head); its builds for GPUs take each layer's own."
+    ]
+
+
+def whole_dflash(source: Source, launch: str) -> Layout:
+    """DFlash for engines without a draft vocabulary: it drafts with all rows of the target's output layer."""
+    layout = dflash(source)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        layout.tensors.pop(name, None)
+    assert layout.config is not None
+    layout.config["draft_vocab_size"] = source.facts.vocab_size
+    layout.launch, layout.notes = launch, widened_note(source)
+    return layout
 
 
 def dspark(source: Source) -> Layout:
@@ -313,6 +335,19 @@ EAGLE3_RULES = (
 )
 BLOCK_RULES = (plain_decoder, says(model_type="qwen3"), has("draft_vocab_size", "block_size"), layers_exist, good_maps, same_hidden_size)
 EMBEDDINGS = ("embed_tokens.weight",)
+DSPARK_RULES = (
+    *BLOCK_RULES,
+    has_tensors("dspark", extra=block_extra, optional=EMBEDDINGS),
+    says(
+        architectures=["Qwen3DSparkModel"],
+        sample_from_anchor=True,
+        dspark_bonus_anchor=False,
+        confidence_head_with_markov=True,
+        enable_confidence_head=True,
+    ),
+    layers_at("target_layer_ids", offset=-1),
+    mask_token("mask_token_id"),
+)
 
 ENGINE = Engine(
     name="vllm",
@@ -357,23 +392,7 @@ ENGINE = Engine(
             ),
             raw_taps,
         ),
-        "dspark": Loader(
-            dspark,
-            (
-                *BLOCK_RULES,
-                has_tensors("dspark", extra=block_extra, optional=EMBEDDINGS),
-                says(
-                    architectures=["Qwen3DSparkModel"],
-                    sample_from_anchor=True,
-                    dspark_bonus_anchor=False,
-                    confidence_head_with_markov=True,
-                    enable_confidence_head=True,
-                ),
-                layers_at("target_layer_ids", offset=-1),
-                mask_token("mask_token_id"),
-            ),
-            raw_taps,
-        ),
+        "dspark": Loader(dspark, DSPARK_RULES, raw_taps),
         "mtp": Loader(
             mtp,
             (

@@ -88,8 +88,11 @@ def source_of(
     raise UserError(f"export: wanted a trained head or a draft model, got {method}, which engines have of their own or not at all")
 
 
-def export(source: Source, format_name: str, folder: Path) -> list[str]:
-    """Write the folder, whole or not at all. Returns sentences for the user. Raises UserError if the engine would not load it as it is meant."""
+def export(source: Source, format_name: str, folder: Path, *, convert: bool = True) -> list[str]:
+    """Write the folder, whole or not at all. Returns sentences for the user. convert: for llama.cpp, GGUF too, where its converter is installed.
+
+    Raises UserError if the engine would not load it as it is meant.
+    """
     loader = loader_of(source.method, format_name)
     check_export(source.method, source.head.sizes if source.head else None, source.facts, format_name, folder)
     if source.head is not None and source.head.sizes.draft_vocab_size < source.head.sizes.target_vocab_size:
@@ -128,11 +131,13 @@ def export(source: Source, format_name: str, folder: Path) -> list[str]:
         folder.rename(old)
     draft.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-    said = list(layout.notes)
-    if format_name == "llamacpp":
-        wants_target = source.method != DRAFT_MODEL and Path(source.target.name).is_dir()
-        said.append(llamacpp.convert(folder, source.target.name if wants_target else None))
-    return said
+    return [*layout.notes, *(to_gguf(source, folder) if format_name == "llamacpp" and convert else [])]
+
+
+def to_gguf(source: Source, folder: Path) -> list[str]:
+    """llama.cpp's own file of a written folder, where its converter is installed. Returns a sentence. Raises UserError if it fails."""
+    wants_target = source.method != DRAFT_MODEL and Path(source.target.name).is_dir()
+    return [llamacpp.convert(folder, source.target.name if wants_target else None)]
 
 
 def problems(folder: Path) -> list[str]:

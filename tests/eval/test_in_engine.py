@@ -11,8 +11,9 @@ import pytest
 from draftsmith import UserError
 from draftsmith.decode.target import Target
 from draftsmith.eval import in_engine
-from draftsmith.eval.in_engine import InEngine, acceptance, engine_python, measure, placed, run_engine
+from draftsmith.eval.in_engine import InEngine, acceptance, agreed, engine_python, measure, placed, run_engine
 from draftsmith.eval.report import write_report
+from draftsmith.eval.runners.llamacpp_runner import drafts_of
 from draftsmith.eval.schema import Report
 from draftsmith.eval.serve_check import random_source
 from draftsmith.heads.export.write import export
@@ -29,6 +30,24 @@ def test_places_and_acceptance_follow_from_the_output_alone() -> None:
     assert acceptance([TEXT], [[]]) == 0
 
 
+def test_where_texts_part_drafts_are_not_compared() -> None:
+    assert agreed([1, 2, 3], [1, 2, 4]) == 2 and agreed([1, 2], [1, 2, 3]) == 2 and agreed([], [1]) == 0
+
+
+def test_llama_cpps_drafts_are_read_from_its_log() -> None:
+    log = """0.01 D que  process_new_: processing task, id = 0
+0.02 D slot launch_slot_: id  0 | task -1 | launching slot : {}
+0.02 I slot launch_slot_: id  0 | task 0 | processing task, is_child = 0
+0.03 D spec        draft:  - seq_id 0, draft candidate   0, pos   0:    225 (   0.249) ' '
+0.03 D spec        draft:  - seq_id 0, draft candidate   1, pos   0:     12 (   0.133) '('
+0.03 D  - seq_id 0, draft candidate   0, pos   1:     20 (   0.299) '0'
+0.04 D spec        draft:  - seq_id 0, draft candidate   0, pos   0:   1999 (   0.249) ' '
+0.05 I slot launch_slot_: id  0 | task 7 | processing task, is_child = 0
+0.06 D spec        draft:  - seq_id 0, draft candidate   0, pos   0:      7 (   0.249) ' '
+"""
+    assert drafts_of(log) == [[[225, 20], [1999]], [[7]]]
+
+
 def test_passing_wants_the_same_output_and_the_same_acceptance() -> None:
     good = InEngine("e", {}, "m", 3, 4, 4, 0, 0, 0.40, 0.41)
     assert good.passed and "pass" in good.line and not replace(good, outputs_identical=3).passed
@@ -40,6 +59,16 @@ def test_an_engine_that_is_not_there_or_fails_is_one_line(tmp_path: Path, monkey
         engine_python("vllm", str(tmp_path / "none"))
     monkeypatch.setenv("DRAFTSMITH_TENSORRT_LLM_PYTHON", sys.executable)
     assert engine_python("tensorrt-llm", None) == sys.executable
+    script = tmp_path / "python"
+    script.write_text("")
+    with pytest.raises(UserError, match=f"got {script}"):  # no program
+        engine_python("vllm", str(script))
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert engine_python("vllm", "python") == str(script)  # runners work in a folder of their own
+    monkeypatch.setenv("DRAFTSMITH_LLAMACPP", str(tmp_path))
+    with pytest.raises(UserError, match="DRAFTSMITH_LLAMACPP: wanted llama"):
+        run_engine("llamacpp", sys.executable, {})
     with pytest.raises(UserError, match="checked by its rules only"):
         run_engine("tgi", sys.executable, {})
     with pytest.raises(UserError, match=r"vllm failed in .*No module named 'vllm'"):

@@ -404,15 +404,17 @@ def test_what_is_no_model_is_refused(target: Target) -> None:
 
 
 def test_a_converter_that_fails_says_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "convert_hf_to_gguf.py"
+    script, kept = tmp_path / llamacpp.SCRIPT, tmp_path / "kept"
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
     script.write_text("import sys; print('first', file=sys.stderr); sys.exit('no such pre-tokenizer')")
-    monkeypatch.setenv(llamacpp.CONVERTER, str(script))
+    monkeypatch.setenv(llamacpp.FOLDER, str(tmp_path))
     with pytest.raises(UserError, match=r"failed .no such pre-tokenizer."):
         llamacpp.convert(tmp_path, None)
-    script.write_text("import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').close()")
-    assert llamacpp.convert(tmp_path, "t") == "GGUF: drafter.gguf" and (tmp_path / "drafter.gguf").exists()
-    monkeypatch.setenv(llamacpp.CONVERTER, str(tmp_path / "none.py"))
-    with pytest.raises(UserError, match=r"wanted the path of convert_hf_to_gguf.py"):
+    script.write_text(f"import sys; open({str(kept)!r}, 'w').write(' '.join(sys.argv[1:]))")
+    assert llamacpp.convert(tmp_path, "t") == "GGUF: drafter.gguf"
+    assert kept.read_text() == f"{tmp_path} --target-model-dir t --outfile {tmp_path / 'drafter.gguf'} --outtype bf16"
+    monkeypatch.setenv(llamacpp.FOLDER, str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"wanted llama.cpp's folder, with convert_hf_to_gguf.py"):
         llamacpp.convert(tmp_path, None)
 
 
