@@ -29,8 +29,30 @@ LEAST_CONFIDENCE = 0.3  # of a chain to its end, below which DSpark's ends; that
 def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequence[int], rule: str = "shared_noise") -> Proposer:
     """The proposer that the settings ask for, of drafts that the verification rule is valid for.
 
-    prompt: token ids after which latencies are measured, if a policy needs them. Raises UserError for settings that the drafter cannot follow, such
-    as a policy where drafts do not grow level by level, or a rule for drawn drafts where they are chosen.
+    prompt: token ids after which latencies are measured, if a policy needs them. Raises UserError for settings that the drafter cannot follow: see
+    `check_proposer`; and for a length that is to be predicted by a drafter without a predictor.
+    """
+    proposer = check_proposer(drafter, decode, rule)
+    if not isinstance(proposer, Grower) or (decode.tree != "cost_aware" and decode.length is None):
+        return proposer
+    if isinstance(proposer, DSparkProposer) and decode.length == "confidence":
+        proposer.min_confidence = LEAST_CONFIDENCE if decode.threshold is None else decode.threshold
+    elif isinstance(proposer, DSparkProposer) and decode.length == "expected":
+        proposer.expected = Expected(measure(target, proposer, prompt))
+    elif decode.tree == "cost_aware":
+        proposer.cost = CostAware(measure(target, proposer, prompt), sizes=BUCKETS[1:])
+    else:
+        if decode.length == "predicted" and getattr(proposer, "predictor", None) is None:
+            raise UserError(f"decode.length: wanted another rule, as this {drafter.method} drafter has no predictor, got predicted; train one first")
+        proposer.length = _policy(decode, target, proposer, prompt)
+    return proposer
+
+
+def check_proposer(drafter: Drafter, decode: Decode, rule: str = "shared_noise") -> Proposer:
+    """The proposer without what is decided by measurements, so that nothing is measured for it.
+
+    Raises UserError for settings that the drafter cannot follow, such as a policy where drafts do not grow level by level, or a rule for drawn drafts
+    where they are chosen.
     """
     if decode.paths is not None:
         return _static(drafter, decode.paths)
@@ -51,18 +73,8 @@ def make_proposer(drafter: Drafter, decode: Decode, target: Target, prompt: Sequ
     name = "decode.tree: wanted chain or dynamic" if decode.tree == "cost_aware" else "decode.length: wanted null"
     if not isinstance(proposer, Grower):
         raise UserError(f"{name}, as {drafter.method} does not draft level by level, got {decode.length or decode.tree}")
-    if isinstance(proposer, DSparkProposer) and decode.length == "confidence":
-        proposer.min_confidence = LEAST_CONFIDENCE if decode.threshold is None else decode.threshold
-    elif decode.length == "expected":
-        if not isinstance(proposer, DSparkProposer):
-            raise UserError(f"decode.length: wanted a drafter with a confidence head (dspark) for expected, got {drafter.method}; use acceptance")
-        proposer.expected = Expected(measure(target, proposer, prompt))
-    elif decode.tree == "cost_aware":
-        proposer.cost = CostAware(measure(target, proposer, prompt), sizes=BUCKETS[1:])
-    else:
-        if decode.length == "predicted" and getattr(proposer, "predictor", None) is None:
-            raise UserError(f"decode.length: wanted another rule, as this {drafter.method} drafter has no predictor, got predicted; train one first")
-        proposer.length = _policy(decode, target, proposer, prompt)
+    if decode.length == "expected" and not isinstance(proposer, DSparkProposer):
+        raise UserError(f"decode.length: wanted a drafter with a confidence head (dspark) for expected, got {drafter.method}; use acceptance")
     return proposer
 
 

@@ -317,6 +317,8 @@ def _appear(draft: Path, folder: Path) -> None:
                 os.fsync(handle.fileno())
     old = folder.with_name(folder.name + ".old")
     if folder.exists():
+        if old.exists():  # a replacement was cut off after its last renaming: `folder` is the newer one
+            shutil.rmtree(old)
         folder.rename(old)
     draft.rename(folder)
     if old.exists():

@@ -316,7 +316,7 @@ class Eval(Section):
     section = "eval"
     every: Size = 200  # train steps between measured decodings
     dev_prompts: Size = 16
-    dev_tokens: Size = 64
+    dev_tokens: Annotated[int, Bound(">=", 2)] = 64  # the first comes from the prompt's own forward pass, and tells nothing of drafts
     suite: Text = "stdlib"  # "stdlib", or a .jsonl of prompts
     num_prompts: Size = 64
     max_new_tokens: Size = 128

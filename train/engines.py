@@ -30,7 +30,7 @@ from ..recipes.schema import Train
 from .objectives.common import Batch, Objective
 from .optimizers import make_optimizers
 from .stream import Share
-from .trainee import Trainee
+from .trainee import Trainee, TunedTrainee
 
 OptimizerState = dict[str, dict[str, Tensor]]  # by parameter: its moments, whole, and `step`
 
@@ -73,6 +73,7 @@ class Engine(ABC):
 
     name: str
     sharded = False  # whether a process has only a part of the parameters
+    scaler: Any = None  # of gradients: float16 needs one
 
     def __init__(self, loss: Loss, trainee: Trainee) -> None:
         self.loss, self.trainee = loss, trainee
@@ -127,6 +128,15 @@ class Engine(ABC):
         named = self.trainee.module.named_parameters()
         return {name: {key: _gathered(torch.as_tensor(value)) for key, value in states[p]} for name, p in named if p in states}
 
+    def scaler_state(self) -> dict[str, Any]:
+        """Nothing without a scaler."""
+        return {} if self.scaler is None else dict(self.scaler.state_dict())
+
+    def load_scaler(self, state: dict[str, Any]) -> None:
+        """Go on with this scale; nothing: with a new one."""
+        if state and self.scaler is not None:
+            self.scaler.load_state_dict(state)
+
     def load_optimizer(self, state: OptimizerState) -> None:
         """Go on from a state. Raises UserError if it is of another optimizer."""
         named = dict(self.trainee.module.named_parameters())
@@ -163,6 +173,7 @@ class Plain(Engine):
         super().__init__(loss, trainee)
         self.name = "ddp" if share.processes > 1 else "single"
         self.accelerator, self.clip_norm, self.micro_batches = accelerator, train.clip_norm, len(share.micro_batches)
+        self.scaler = accelerator.scaler
         self.model, *self.optimizers = accelerator.prepare(loss, *make_optimizers(trainee.parts(), train))
 
     @contextlib.contextmanager
@@ -367,10 +378,12 @@ def configured() -> type[Plain] | type[FSDP2] | type[ZeRO]:
 def make_engine(trainee: Trainee, objective: Objective, train: Train, share: Share, accelerator: Accelerator) -> Engine:
     """The engine that the launcher configured. Raises UserError for settings that it does not have."""
     kind = configured()
+    if train.mixed_precision == "fp16" and accelerator.scaler is None and kind is Plain:
+        raise UserError(f"train.mixed_precision: wanted no or bf16 on a {accelerator.device.type}, where gradients are not scaled, got fp16")
     if kind is not Plain:
         if train.mixed_precision == "fp16":
             raise UserError(f"train.mixed_precision: wanted no or bf16 under {kind.name}, got fp16")
-        if not trainee.target_is_fixed:
+        if isinstance(trainee, TunedTrainee):
             raise UserError(f"adapter.rank: wanted null under {kind.name}, as the adapter is trained with the drafter; launch with DDP")
     if kind is ZeRO and train.optimizer != "adamw":
         raise UserError(f"train.optimizer: wanted adamw under DeepSpeed, which cuts matrices into flat pieces, got {train.optimizer}")

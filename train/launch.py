@@ -25,6 +25,8 @@ from .engines import configured
 # glibc else gives a step's memory back to the system and asks for it anew: up to 1.3 times the time of a small model's step (two-core Xeon).
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**28)}
 
+PATIENCE = 5.0  # seconds, of a process that failed with the main one
+
 
 def run_processes(arguments: Sequence[str], processes: int) -> int:
     """`python -m draftsmith.train` with these arguments in so many CPU processes of this machine. Returns the exit code."""
@@ -76,17 +78,29 @@ def _watch(started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]], came
         failed = [(process, errors) for process, errors in started[1:] if process.poll()]
         if failed:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                main.wait(600 if came else 5)  # most often it fails alike, and says why itself
+                main.wait(600 if came else PATIENCE)  # most often it fails alike, and says why itself
         if main.poll():
-            return int(main.returncode)
+            return _ended(0, main)
         if failed:
             process, errors = failed[0]
             assert errors is not None
             errors.seek(0)
-            print(errors.read().decode(errors="replace").strip(), file=sys.stderr)
-            return int(process.returncode)
+            if said := errors.read().decode(errors="replace").strip():
+                print(said, file=sys.stderr)
+            return _ended([other for other, _ in started].index(process), process)
         time.sleep(0.1)
-    return max(int(process.returncode) for process, _ in started)
+    return next((_ended(rank, process) for rank, (process, _) in enumerate(started) if process.returncode), 0)
+
+
+def _ended(rank: int, process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a process that failed, as shells have it. One that a signal ended could not say so itself."""
+    code = int(process.returncode)
+    if code >= 0:
+        return code
+    with contextlib.suppress(ValueError):
+        likely = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        print(f"error: process {rank} was ended by {signal.Signals(-code).name}{likely}; start the same command again to go on", file=sys.stderr)
+    return 128 - code
 
 
 def _free_port() -> int:

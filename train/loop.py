@@ -30,7 +30,7 @@ from ..decode.target import Target
 from ..eval.drafting import make_proposer, plain
 from ..eval.suites import load_suite
 from ..heads.head import Head
-from ..recipes.schema import DrafterRecipe, to_yaml
+from ..recipes.schema import DrafterRecipe
 from . import checkpoint
 from .clock import Clock, memory, peak_flops
 from .data import Sequences
@@ -41,6 +41,7 @@ from .judging import measures, whole
 from .language_model import schedule
 from .objectives.common import Batch, Objective
 from .stream import SequenceStream, Share, make_stream
+from .tracking import start_trackers
 from .trainee import Trainee, make_trainee
 
 
@@ -90,10 +91,10 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
         raise UserError(f"train.on_policy: wanted 0 under {engine.name}, as the draft is not whole in any process, got {train.on_policy}")
     if found is not None:
         engine.load_optimizer(found.optimizer)
+        engine.load_scaler(found.state.get("scaler", {}))
         target.set_taps(trainee.taps)
         refill(features, make_stream(recipe, sequences, share), found.state["stream"], device)
-    if train.trackers:
-        accelerator.init_trackers("draftsmith", config={"recipe": to_yaml(recipe)}, init_kwargs={"wandb": {"dir": str(folder)}})
+    start_trackers(accelerator, recipe, folder)
     warmup = max(1, round(train.warmup_ratio * train.steps))
     contract = {
         "target": {"name": recipe.target.path, "fingerprint": target.fingerprint()},
@@ -107,7 +108,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
     began, before, clock = time.monotonic(), at.seconds, Clock(device)
     log = Log(folder, at.metrics, accelerator) if main_process else None
     spent = 0.0 if train.max_hours is None else at.seconds / (3600 * train.max_hours)
-    stop, start, flops = 0, at.step, 0.0
+    stop, start, flops, timed = 0, at.step, 0.0, 0  # timed: steps since the clock was read
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(features))
         if log is not None:
@@ -118,7 +119,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
         task = bar.add_task("training", total=train.steps, completed=start, note="" if found is None else f"from step {start}")
         for step in range(start, train.steps + 1):
             last_step, late, at.step = step == train.steps, spent >= 1, step
-            if ((step and step % recipe.eval.every == 0) or last_step or late) and at.judged != step:
+            if ((step and step % recipe.eval.every == 0) or last_step or late) and at.judged != step and not stop:
                 with engine.whole(main_process, build) as seen, clock("evaluation"):
                     if log is not None:
                         with torch.random.fork_rng():  # measuring never changes the training curve
@@ -132,7 +133,7 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
             if step > start and (step % (train.save_every or recipe.eval.every) == 0 or last_step or late or stop):
                 with clock("checkpoint"):
                     at.seconds, at.metrics = before + time.monotonic() - began, log.length() if log is not None else 0
-                    state = {"progress": dataclasses.asdict(at), "stream": stream.state_dict()}
+                    state = {"progress": dataclasses.asdict(at), "stream": stream.state_dict(), "scaler": engine.scaler_state()}
                     kept = checkpoint.Checkpoint(engine.model_state(), engine.optimizer_state(), state)
                     _by_main(accelerator, functools.partial(checkpoint.write, store, step, kept, train.keep_last))
             if stop:
@@ -165,22 +166,25 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
                 raise _diverged(folder, step, share, batches, own, None)
             with clock("optimizer"):
                 norm = engine.clip()
-                if not math.isfinite(norm) and accelerator.scaler is None:  # a scaler finds its scale by such steps, and leaves them out
+                if not math.isfinite(norm) and engine.scaler is None:  # a scaler finds its scale by such steps, and leaves them out
                     raise _diverged(folder, step, share, batches, own, norm)
                 engine.step()
             at.since.append(total)
-            spike = leap(at.norms, norm)
+            spike = leap(at.norms, norm) if math.isfinite(norm) else None
+            timed += 1
             speed = at.tokens / (before + time.monotonic() - began)
             tau = f"  tau {at.best_score:.2f}" if judge == "measured_tau" and at.best_step else ""
             bar.update(task, completed=step + 1, note=f"loss {total:.3f}  {speed:.0f} tokens/s{tau}")
-            if log is not None and (step % train.log_every == 0 or spike is not None):
-                figures = {"step": step, "loss": total, "gradient_norm": norm, "lr": lr, "tokens_per_s": speed, **entry}
+            if log is not None and (step % train.log_every == 0 or step == start or spike is not None):
+                seen_norm = norm if math.isfinite(norm) else None  # of a step that a gradient scaler left out
+                figures = {"step": step, "loss": total, "gradient_norm": seen_norm, "lr": lr, "tokens_per_s": speed, **entry}
                 if spike is not None:
                     figures["gradient_leap"] = spike
                 parts = clock.read()
                 figures |= {f"{part}_seconds": round(seconds, 4) for part, seconds in parts.items()}
                 if flops and (busy := sum(parts.get(part, 0.0) for part in ("target", "forward", "backward", "optimizer"))):
-                    figures["mfu"] = flops * (1 if step == start else train.log_every) / busy / (peak_flops(device) or math.inf)
+                    figures["mfu"] = flops * timed / busy / (peak_flops(device) or math.inf)
+                timed = 0
                 if step == start:
                     figures |= memory(target.model, trainee.module, engine.optimizers, getattr(features, "bytes", 0), device)
                 log.write(figures)
@@ -293,7 +297,7 @@ class Log:
         """A line."""
         self._handle.write(json.dumps(entry) + "\n")
         self._handle.flush()
-        self.accelerator.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
+        self.accelerator.log({k: v for k, v in entry.items() if k != "step" and v is not None}, step=int(entry["step"]))
 
     def length(self) -> int:
         """Bytes, all of which are on the disk."""

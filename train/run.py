@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
 import time
@@ -20,20 +19,22 @@ from .. import UserError
 from ..decode.light import LightTarget
 from ..decode.prompts import render_prompt
 from ..decode.target import Target
+from ..eval.check import FILE as ACCEPTANCE
 from ..eval.check import measure_acceptance, write_acceptance
-from ..eval.evaluation import evaluate_drafter
+from ..eval.evaluation import evaluate_drafter, settings_of
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
 from ..eval.suites import load_suite
 from ..heads.export.common import DRAFT_MODEL, PARD, TargetFacts
 from ..heads.export.write import check_export, export, loader_of, read_tuning, source_of
-from ..heads.registry import METHODS, head_config
-from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe, to_yaml
+from ..heads.registry import METHODS, Drafter, head_config, open_drafter
+from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe
 from . import tuning
 from .acceptance import add_predictor
 from .calibration import calibrate_drafter
 from .data import prepare
 from .features import load_target, load_whole
+from .folder import keep_figures, kept_figures, open_run_folder
 from .guard import STOPPED, Diverged, Interrupted
 from .judging import NOT_MEASURED, measures
 from .language_model import train_language_model
@@ -43,7 +44,8 @@ from .objectives import OBJECTIVES
 from .objectives.common import Objective
 from .plan import check_plan
 from .starts import check_draft
-from .tracking import log_report
+from .tracking import check_trackers, log_report, start_trackers
+from .trainee import check_decode
 
 console = Console()
 PATIENCE = datetime.timedelta(hours=6)  # of processes that wait for the main one to measure or to write
@@ -77,38 +79,26 @@ def run_on_all_cores(recipe: DrafterRecipe) -> int:
     """`run`, with one process a core where there is no GPU: small models gain little from threads. All processes are of this machine."""
     batch = recipe.train.batch_size
     processes = 1 if torch.cuda.is_available() else max(n for n in range(1, min(os.cpu_count() or 1, batch) + 1) if batch % n == 0)
-    if processes == 1 or _finished(recipe.run_folder):
+    if processes == 1 or _finished(recipe):
         return run(recipe)
     folder = open_run_folder(recipe)
     return run_processes([str(folder / "recipe.yaml")], processes)
 
 
-def open_run_folder(recipe: DrafterRecipe | TargetRecipe) -> Path:
-    """The run folder, with recipe.yaml in it. Raises UserError if it cannot be written, or holds a run of another recipe."""
+def _finished(recipe: DrafterRecipe) -> bool:
     folder = recipe.run_folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"out: wanted a folder that can be written, got {folder} ({error.strerror}); give another out=FOLDER") from error
-    text, kept = to_yaml(recipe), folder / "recipe.yaml"
-    if kept.is_file() and kept.read_text() != text:
-        raise UserError(f"out: wanted a new folder, got {folder}, which holds a run of another recipe; give another out=FOLDER")
-    kept.write_text(text)
-    return folder
-
-
-def _finished(folder: Path) -> bool:
-    return (folder / "eval" / "report.json").is_file() and (folder / "drafter" / "config.json").is_file()
+    wanted = ["eval/report.json", "drafter/config.json", f"drafter/{ACCEPTANCE}", *(f"export/{name}" for name in recipe.export.formats)]
+    return all((folder / name).exists() for name in wanted)
 
 
 def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     """Data, training with measured decoding, evaluation, export. Returns the exit code."""
     objective = make_objective(recipe)
     tuning.check(recipe, objective)
+    settings_of(recipe.eval)  # what is wrong with it must not be found out after hours of training
+    check_decode(recipe)
     check_draft(recipe)
+    check_trackers(recipe.train.trackers)
     for name in recipe.export.formats:
         try:
             loader_of(exported_as(recipe), name)
@@ -127,7 +117,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
             "ACCELERATE_USE_CPU=true trains both on the CPU"
         )
     main_process = accelerator.is_main_process
-    if _finished(folder):
+    if _finished(recipe):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
     check_plan(recipe, objective, accelerator.num_processes)
     target = load_target(recipe, str(accelerator.device))
@@ -146,7 +136,8 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
         )
     generated = time.monotonic() - began
     figures: dict[str, Any] = {"data_seconds": generated, "sequences": len(sequences), "response_tokens": sum(sample.learned for sample in sequences)}
-    if not (folder / "drafter" / "config.json").is_file():
+    trained = kept_figures(folder)
+    if trained is None:
         trained_on = target if recipe.adapter.rank is None else tuning.tunable(recipe, target)
         try:
             figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
@@ -162,25 +153,33 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
                 figures["predictor"] = add_predictor(
                     folder / "drafter", target, sequences, whole=recipe.data.train_on == "all", seed=recipe.train.seed
                 )
-            (folder / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
+            keep_figures(folder, figures)
     accelerator.wait_for_everyone()
     try:
-        return _conclude(recipe, folder, accelerator, target, figures) if main_process else 0
+        return _conclude(recipe, folder, accelerator, target, trained or figures) if main_process else 0
     finally:
         accelerator.end_training()
 
 
 def _conclude(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, target: Target, figures: dict[str, Any]) -> int:
     """What the main process does when all have trained."""
-    if (folder / "training.json").is_file():
-        figures = json.loads((folder / "training.json").read_text())
     if not measures(recipe):
         console.print(f"drafter: {(folder / 'drafter').resolve()}; {NOT_MEASURED}", soft_wrap=True, highlight=False)
         return 0
     if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
         target = load_whole(recipe, str(accelerator.device))
     calibrate_drafter(recipe, folder / "drafter", target)
-    report = _measure(recipe, folder, target, figures)
+    if (folder / "eval" / "report.json").is_file():  # the run was cut off after it
+        report = read_report(folder / "eval" / "report.json")
+        drafter, contract = open_drafter(folder / "drafter", target)
+    else:
+        report, drafter, contract = _measure(recipe, folder, target, figures)
+    _record_acceptance(recipe, folder / "drafter", target, drafter)
+    if recipe.export.formats:
+        source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
+        for name in recipe.export.formats:
+            export(source, name, folder / "export" / name)
+    start_trackers(accelerator, recipe, folder)
     log_report(accelerator, report, folder / "eval")
     return _finish(report, folder)
 
@@ -197,11 +196,11 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
     return OBJECTIVES[name].of(recipe.objective.settings)
 
 
-def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> Report:
-    """The evaluation that follows every training."""
+def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> tuple[Report, Drafter, dict[str, Any]]:
+    """The evaluation that follows every training: (report, which is written, drafter, contract)."""
     with progress_bar(True) as bar:
         task = bar.add_task("evaluation", total=recipe.eval.num_prompts, note="")
-        report, drafter, contract = evaluate_drafter(
+        measured = evaluate_drafter(
             target,
             folder / "drafter",
             recipe.decode,
@@ -209,13 +208,8 @@ def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[
             training=figures,
             progress=lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
         )
-    write_report(report, folder / "eval")
-    _record_acceptance(recipe, folder / "drafter", target, drafter)
-    if recipe.export.formats:
-        source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
-        for name in recipe.export.formats:
-            export(source, name, folder / "export" / name)
-    return report
+    write_report(measured[0], folder / "eval")
+    return measured
 
 
 def check_exports(recipe: DrafterRecipe, folder: Path, target: Target) -> None:

@@ -18,7 +18,6 @@ from .. import UserError
 from ..decode.light import LightTarget
 from ..decode.prompts import eos_ids
 from ..decode.target import Target, read_model
-from ..eval.drafting import make_proposer, plain
 from ..heads.draft_model import SIZES, DraftModel, check_start
 from ..heads.registry import copy_drafter, known_settings, load_drafter, new_head
 from ..recipes.schema import Drafter, DrafterRecipe
@@ -26,7 +25,7 @@ from .data import Sequences
 from .on_policy import OnPolicyStream
 from .prune import pruned
 from .stream import Share, Stream
-from .trainee import HeadTrainee
+from .trainee import HeadTrainee, check_draft_shape
 
 TARGET = "target"  # the name of the target itself as what a draft starts from
 CALIBRATION_PROMPTS = 16
@@ -47,7 +46,7 @@ class DraftTrainee(HeadTrainee):
     def of(cls, recipe: DrafterRecipe, target: Target, sequences: Sequences) -> DraftTrainee:
         """Raises UserError for a start that does not fit the target, sizes that it does not have, or a tree that it cannot draft."""
         draft = start_draft(recipe.drafter, target, sequences).train()
-        make_proposer(draft, plain(recipe.decode), target, [0])
+        check_draft_shape(recipe, draft, target)
         return cls(draft, target, recipe.objective.labels == "hard")
 
     @property

@@ -6,6 +6,7 @@ A new kind (a causal LM saved as a Hugging Face folder, heads together with adap
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import nn
 
 from .. import UserError
 from ..decode.target import Target
-from ..eval.drafting import make_proposer, plain
+from ..eval.drafting import check_proposer
 from ..heads.adapter import Joint, TunableTarget
+from ..heads.dspark import DSpark
 from ..heads.head import Head
 from ..heads.own_mtp import OwnMtp, own_mtp, refuse_settings
-from ..heads.registry import copy_drafter, load_drafter, new_head, save_drafter, tunes_target
+from ..heads.registry import copy_drafter, head_config, known_settings, load_drafter, new_head, save_drafter, tunes_target
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences, frequent_tokens
 from .optimizers import Part
@@ -84,14 +86,11 @@ class HeadTrainee(Trainee):
         if recipe.drafter.init == "target":
             head = _of_target(recipe, target)
         elif recipe.drafter.init:
-            head, _ = load_drafter(recipe.drafter.init, target, dtype=torch.float32)
-            if head.method != recipe.drafter.method:
-                raise UserError(f"drafter.init: wanted a drafter of method {recipe.drafter.method}, got {head.method}")
-            head.train()
+            head = _continued(recipe, target)
         else:
             head = new_head(recipe.drafter.method, target, recipe.drafter.settings)
+        check_draft_shape(recipe, head, target)
         if recipe.drafter.init in (None, "target"):
-            make_proposer(head, plain(recipe.decode), target, [0])  # a tree that it cannot draft is found out now, not at the first measurement
             head.set_draft_vocabulary(frequent_tokens(sequences, head.sizes.draft_vocab_size, head.sizes.target_vocab_size), target)
         return cls(head, target)
 
@@ -101,6 +100,45 @@ class HeadTrainee(Trainee):
     def publish(self, best: Path, folder: Path) -> None:
         chosen, notes = load_drafter(best, self.target, dtype=torch.float32)
         save_drafter(chosen, folder, notes)
+
+
+def _continued(recipe: DrafterRecipe, target: Target) -> Head:
+    """The head of drafter.init. Raises UserError if the recipe asks for another method, or for sizes that it does not have."""
+    method, init = recipe.drafter.method, recipe.drafter.init
+    assert init is not None
+    head, _ = load_drafter(init, target, dtype=torch.float32)
+    if head.method != method:
+        raise UserError(f"drafter.init: wanted a drafter of method {method}, got {head.method}")
+    if isinstance(head, OwnMtp):
+        refuse_settings(recipe.drafter.settings)
+        return head.train()
+    asked, has = head_config(method, target, recipe.drafter.settings), head.sizes
+    for name, value in known_settings(method, recipe.drafter.settings).items():
+        # A setting that is no size by itself (as a width that has another name there) shows in what follows from it.
+        differing = [part.name for part in dataclasses.fields(asked) if getattr(asked, part.name) != getattr(has, part.name)]
+        if name in differing or (differing and not hasattr(asked, name)):
+            got = getattr(has, name, None)
+            raise UserError(
+                f"drafter.{name}: wanted null{'' if got is None else f' or {got}'}, as drafter.init={init} has its sizes already, got {value}"
+            )
+    return head.train()
+
+
+def check_draft_shape(recipe: DrafterRecipe, drafter: Any, target: Target) -> None:
+    """Raise UserError for a draft, a length or a rule that the drafter cannot follow: now, not at the first measurement or after the training."""
+    decode = recipe.decode
+    if decode.length == "predicted":  # the predictor is trained when the drafter is
+        decode = dataclasses.replace(decode, length="entropy")
+    check_proposer(drafter, decode, recipe.eval.rule)
+
+
+def check_decode(recipe: DrafterRecipe) -> None:
+    """Raise UserError, before anything is loaded, for a length that what is trained will not be able to decide."""
+    length, method = recipe.decode.length, recipe.drafter.method
+    if length == "predicted" and not recipe.drafter.predictor:
+        raise UserError("decode.length: wanted another rule, or drafter.predictor=true (draft_model), which trains what predicts, got predicted")
+    if length == "expected" and method != DSpark.method:
+        raise UserError(f"decode.length: wanted another rule for the method {method}, which has no confidence head (dspark has), got expected")
 
 
 def _of_target(recipe: DrafterRecipe, target: Target) -> Head:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from draftsmith import UserError
 from draftsmith.recipes.schema import launch_files, list_recipes, read_recipe_text
-from draftsmith.train import launch
+from draftsmith.train import launch, loop
 from draftsmith.train.engines import FSDP2, Plain, ZeRO, configured, deepspeed_config
 from draftsmith.train.guard import Diverged, Interrupts, leap
 from draftsmith.train.objectives.eagle3 import Eagle3Objective
@@ -61,6 +68,67 @@ def test_gradients_that_leap_are_noticed() -> None:
     for _ in range(100):
         leap(norms, 2.0)
     assert len(norms) == 64
+
+
+@pytest.fixture
+def other_precision() -> Iterator[None]:
+    """accelerate keeps the precision of its first user for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("other_precision")
+def test_float16s_scale_is_gone_on_with_and_a_step_that_it_left_out_is_a_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale is halved by the steps that overflow: a run that began anew with it would leave out other steps than the undisturbed one."""
+
+    def accelerator() -> Accelerator:
+        made = Accelerator(mixed_precision="fp16")
+        made.scaler, made.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60), True  # as on a GPU
+        return made
+
+    monkeypatch.setattr(small, "Accelerator", accelerator)
+    whole = small.train(tmp_path / "whole", "train.micro_batch_size=4")
+    small.train(tmp_path / "stopped", "train.micro_batch_size=4", stop=0)
+    assert small.train(tmp_path / "stopped", "train.micro_batch_size=4") == whole
+    norms = [line["gradient_norm"] for line in whole if "gradient_norm" in line]
+    assert norms[0] is None and norms[-1] is not None  # a loss of 4 at the first scale is beyond float32
+
+
+def test_flops_utilisation_counts_the_steps_that_were_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come every third step, at the start, and behind a leap; every step takes a second of a device whose peak is known."""
+
+    class Clock:
+        steps = 0
+
+        def __init__(self, device: Any) -> None: ...
+
+        def __call__(self, part: str) -> Any:
+            self.steps += part == "optimizer"
+            return contextlib.nullcontext()
+
+        def read(self) -> dict[str, float]:
+            steps, self.steps = self.steps, 0
+            return {"optimizer": float(steps)}
+
+    monkeypatch.setattr(loop, "Clock", Clock)
+    monkeypatch.setattr(loop, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(loop, "leap", lambda norms, norm: norms.append(norm) or (50.0 if len(norms) == 2 else None))
+    small.train(tmp_path, "train.log_every=3", stop=4)
+    small.train(tmp_path, "train.log_every=3")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    used = {line["step"]: line["mfu"] for line in lines if "loss" in line}
+    assert list(used) == [0, 1, 3, 5, 6] and all(value == pytest.approx(used[0], rel=0.2) for value in used.values())
+
+
+def test_processes_that_a_signal_ends_are_named(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends a process when memory runs out, which then cannot say so."""
+    started = subprocess.Popen
+    die = [sys.executable, "-c", "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); import time; time.sleep(9)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: started(die, **rest))
+    monkeypatch.setattr(launch, "PATIENCE", 0.1)
+    assert launch.run_processes([], 2) == 137
+    assert "error: process 1 was ended by SIGKILL" in capfd.readouterr().err
 
 
 def test_a_second_signal_acts_at_once_but_not_a_launchers_echo(monkeypatch: pytest.MonkeyPatch) -> None:
