@@ -187,3 +187,13 @@ def test_the_reader_of_imports_sees_every_form() -> None:
     assert rooms_of(names) == {"eval", "heads", "train", "decode", "recipes"}
     code = "if TYPE_CHECKING:\n    import wandb\nelse:\n    import torch\nclass A:\n    def f(self):\n        import datasets"
     assert set(imports(loaded_at_once(ast.parse(code)), ())) == {"torch"}
+
+
+def test_extras_that_messages_name_exist() -> None:
+    extras = set(PYPROJECT["project"]["optional-dependencies"])
+    named = {
+        name
+        for path in [*modules(), *(p for room in ROOMS for p in modules(room))]
+        for name in re.findall(r"draftsmith\[([\w-]+)\]", path.read_text())
+    }
+    assert named and named <= extras, named - extras

@@ -81,7 +81,7 @@ class ByServer:
         try:
             import openai
         except ImportError as error:
-            raise UserError("data.server: wanted the library openai, got none installed; pip install draftsmith[server]") from error
+            raise UserError("data.server: wanted the library openai, got none installed; pip install 'draftsmith[server]'") from error
         left = iter(talks)
         client = openai.AsyncOpenAI(
             base_url=self.data.server,
