@@ -96,5 +96,6 @@ $(SERVE)/openvino/.done:
 	touch $@
 
 runs/serve-check/%/drafter/config.json: | $(STAMPS)/base
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/draftsmith train quickstart/$* train.steps=150 data.num_prompts=200 eval.every=150 eval.num_prompts=4 \
-	    eval.timed_prompts=2 eval.others=[] export.formats=[] $(if $(filter mtp,$*),drafter.raw_feature=true) out=runs/serve-check/$*
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/draftsmith train quickstart/$* train.steps=100 data.num_prompts=160 eval.every=100 eval.dev_prompts=4 \
+	    eval.num_prompts=2 eval.timed_prompts=1 eval.max_new_tokens=32 eval.eager=false eval.temperatures=[0.0] eval.others=[] export.formats=[] \
+	    $(if $(filter mtp,$*),drafter.raw_feature=true) out=runs/serve-check/$*
