@@ -448,7 +448,7 @@ def export_command(
     if verify:
         engine_python(format, python)
     name = target or contract_target(drafter) or "builtin:quickstart"
-    loaded = Target.load(TargetRef(path=name).location)
+    loaded = Target.load(TargetRef(path=name).location, dtype="float32" if verify else "auto")  # as the engine runs
     opened, contract = open_drafter(drafter, loaded, cross_tokenizer=cross_tokenizer)
     contract = contract | ({"license": license} if license is not None else {})
     source = source_of(opened, contract, loaded, tuning=read_tuning(Path(drafter)), dtype=dtypes.get(dtype or ""))

@@ -24,7 +24,6 @@ from .. import UserError
 from ..decode.engine import Engine
 from ..decode.prompts import render_prompt
 from ..decode.sampling import SamplingParams
-from ..decode.target import Target
 from ..heads.export.common import PARD, Source, widened
 from ..heads.export.write import read_json
 from ..heads.head import Head
@@ -137,8 +136,9 @@ def measure(
     repair: put right what is known to be wrong in the engine itself (see its runner), to see that nothing else is. told: what to
     tell it about the drafter instead, to see that a fault shows.
     """
-    depth = drafted_tokens(source, format_name)
-    job = plain_job(source.target, prompts, max_tokens) | {"repair": repair}
+    depth = int(read_json(folder / "contract.json")["export"]["tokens"])
+    own = folder / "target"  # one that was trained along
+    job = plain_job(str(own.resolve()) if own.is_dir() else source.target.name, prompts, max_tokens) | {"repair": repair}
     plain = baseline or run_engine(format_name, python, job)
     about = drafting(source, format_name, folder, depth)
     about["speculative"] |= told or {}
@@ -166,20 +166,10 @@ def measure(
     )
 
 
-def plain_job(target: Target, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
+def plain_job(target: str, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
     """What the engine is to do without a drafter."""
     length = 16 * ((max(map(len, prompts)) + max_tokens) // 16 + 2)
-    return {"target": target.name, "prompts": list(prompts), "max_tokens": max_tokens, "max_model_len": length, "speculative": None}
-
-
-def drafted_tokens(source: Source, format_name: str) -> int:
-    """Draft tokens a round: as recommended, but MTP layers draft one in engines, and transformers a whole block of DFlash."""
-    if source.method == "mtp":
-        return 1
-    if source.method == "dflash" and format_name == "transformers":
-        assert source.head is not None and source.head.longest is not None
-        return source.head.longest
-    return source.tuning.tokens
+    return {"target": target, "prompts": list(prompts), "max_tokens": max_tokens, "max_model_len": length, "speculative": None}
 
 
 def accepted_share(found: dict[str, Any]) -> float:
@@ -193,7 +183,9 @@ def drafting(source: Source, format_name: str, folder: Path, depth: int) -> dict
     method, place = source.method, str(folder.resolve())
     if not source.shares_tokenizer:
         raise UserError("--verify: wanted a draft model with the target's tokenizer, got another; engines translate tokens each in a way of its own")
-    if RUNNERS.get(format_name) != "vllm":
+    if format_name == "speculators":
+        return {"target": place, "speculative": {}}  # the folder tells its target and how many tokens
+    if format_name != "vllm":
         taps = [] if source.head is None else list(source.head.taps)
         return {"speculative": {"method": method, "model": place, "num_speculative_tokens": depth, "layers": [k - 1 for k in taps]}}
     config: dict[str, Any] = {"method": VLLM_METHODS.get(method, method), "num_speculative_tokens": depth}

@@ -160,7 +160,7 @@ class Checker:
     ) -> InEngine:
         key = json.dumps([prompts, tokens])
         if key not in self._plain:
-            self._plain[key] = run_engine(self.engine, self.python, plain_job(self.target, prompts, tokens))
+            self._plain[key] = run_engine(self.engine, self.python, plain_job(self.target.name, prompts, tokens))
         return measure(source, self.engine, folder, self.python, prompts, tokens, self._plain[key], repair, told)
 
     def random(self, method: str, fault: str | None = None) -> Case:
@@ -172,7 +172,7 @@ class Checker:
             export(source, self.engine, folder, convert=False)
             if fault is not None:
                 FAULTS[fault](folder)
-            result = self._measure(source, folder, TEXTS, 48, repair=True)
+            result = self._measure(source, folder, TEXTS, 48, repair=method == "dflash")
         except UserError as error:
             return Case(self.engine, method, kind, fault is not None, str(error)[-200:])
         same = result.passed and result.drafts_equal == result.drafts_compared >= ROUNDS

@@ -2,8 +2,8 @@
 
     python vllm_runner.py job.json result.json
 
-job: target, speculative (vLLM's own config, or null), prompts, max_tokens, max_model_len, repair (see `repair_norms`). result: outputs, drafts (a
-list a prompt, a list a round), metrics, versions, repaired.
+job: target, speculative (vLLM's own config, {} if the target's folder tells it, or null), prompts, max_tokens, max_model_len, repair (see
+`repair_norms`). result: outputs, drafts (a list a prompt, a list a round), metrics, versions, repaired.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(job_file: str, result_file: str) -> None:
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(job_file).read_text())
-    settings: dict[str, Any] = {} if job["speculative"] is None else {"speculative_config": job["speculative"]}
+    settings: dict[str, Any] = {"speculative_config": job["speculative"]} if job["speculative"] else {}
     if job["speculative"] is not None:
         record()
     repaired = bool(job.get("repair")) and repair_norms()

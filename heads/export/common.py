@@ -162,7 +162,10 @@ class Source:
 
 @dataclass
 class Layout:
-    """What a format writes. launch: the command, with {folder}, {target} and {tokens} to be filled in. model: writes a whole model itself."""
+    """What a format writes. launch: the command, with {folder}, {target} and {tokens} to be filled in. model: writes a whole model itself.
+
+    tokens: draft tokens a round, if the engine drafts so many whatever it is asked for.
+    """
 
     launch: str
     config: dict[str, Any] | None = None
@@ -171,6 +174,7 @@ class Layout:
     notes: list[str] = field(default_factory=list)
     files: dict[str, Tensor] = field(default_factory=dict)  # further tensors, each pickled to a file of this name
     model: Callable[[Path], None] | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ def import_drafter(folder: Path, target: Target, taps: list[int] | None = None) 
     """
     config, weights = read_config(folder), read_weights(folder)
     method = method_of(config, weights, folder)
-    sizes = _SIZES[method](Layer(config, target, taps, weights))
-    head: Head = METHODS[method][0](sizes)
+    sizes, head = sized(method, config, weights, target, taps, folder)
     state = native_state(method, config, weights, Sizes.of_head(sizes), folder)
     state |= vocabulary(weights, sizes, folder)
     head.load_state_dict(state)
@@ -56,6 +55,21 @@ def import_drafter(folder: Path, target: Target, taps: list[int] | None = None) 
     return head.to(device=target.device).eval().bind(target), contract
 
 
+def sized(
+    method: str, config: dict[str, Any], weights: Mapping[str, Tensor], target: Target, taps: list[int] | None, folder: Path
+) -> tuple[HeadConfig, Head]:
+    """A head of the sizes that config.json tells. Raises UserError if it tells none, or nonsense."""
+    try:
+        sizes = _SIZES[method](Layer(config, target, taps, weights))
+        return sizes, METHODS[method][0](sizes)
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"import {folder}: wanted a config.json that tells {error.args[0]} of the {method} head, got one without it") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"import {folder}: wanted a config.json with the sizes of a {method} head, got one that cannot be used ({error})") from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json. Raises UserError if there is none, or it is damaged."""
     path = folder / "config.json"
@@ -64,7 +78,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"import {folder}: wanted a drafter's folder with config.json, got {'a folder without it' if folder.is_dir() else 'no folder'}"
         )
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise UserError(f"import {folder}: wanted a mapping in config.json, got a {type(values).__name__}")
         return values
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"import {folder}: wanted a readable config.json, got a damaged one ({error})") from error
@@ -82,6 +98,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"import {folder}: wanted readable weights, got damaged ones ({' '.join(str(error).split())[:200]})") from error
     except Exception as error:  # unpickling raises whatever it likes
         raise UserError(f"import {folder}: wanted weights that hold tensors only, got others ({type(error).__name__})") from error
+    strange = next((name for name, tensor in state.items() if not isinstance(tensor, Tensor)), None)
+    if strange is not None:
+        raise UserError(f"import {folder}: wanted weights that hold tensors only, got {strange} of type {type(state[strange]).__name__}")
     if not state:
         raise UserError(f"import {folder}: wanted *.safetensors or *.bin beside config.json, got neither")
     return state
@@ -123,8 +142,9 @@ class Layer:
         self.decoder: dict[str, Any] = config.get("transformer_layer_config") or config
         self.speculators = "speculators_model_type" in config
         for key, wanted in (("norm_before_residual", False), ("norm_before_fc", False), ("attention_bias", False), ("mlp_bias", False)):
-            if self.config.get(key, self.decoder.get(key, wanted)) not in (wanted, None):
-                raise UserError(f"import: wanted a head with {key} {str(wanted).lower()}, got {self.config.get(key)}; our heads do not compute it")
+            value = self.config.get(key, self.decoder.get(key))
+            if value not in (wanted, None):
+                raise UserError(f"import: wanted a head with {key} {str(wanted).lower()}, got {value}; our heads do not compute it")
         if self.speculators and config["speculators_model_type"] in ("eagle3", "peagle") and "norm_before_residual" not in config:
             raise UserError("import: wanted norm_before_residual written out in config.json, as readers of this format differ about its default")
 

@@ -85,7 +85,7 @@ def dflash(source: Source) -> Layout:
     }
     launch = run('from transformers import AutoModel; d = AutoModel.from_pretrained("{folder}")', 'assistant_model=d, speculation_type="dflash"')
     notes = [f"{source.config.block_size - 1} draft tokens a round, as the block is.", *widened_note(source)]
-    return Layout(launch, config, source.tensors(MUSE), notes=notes)
+    return Layout(launch, config, source.tensors(MUSE), notes=notes, tokens=source.config.block_size - 1)
 
 
 def mtp(source: Source) -> Layout:
@@ -102,6 +102,7 @@ def mtp(source: Source) -> Layout:
             "transformers looks for MTP layers only under names that the target's class lists, so that the command sets them for this one.",
             *widened_note(source),
         ],
+        tokens=1,
     )
 
 

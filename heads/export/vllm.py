@@ -263,6 +263,7 @@ def mtp(source: Source) -> Layout:
             "vLLM computes one token a round with this architecture.",
             *widened_note(source),
         ],
+        tokens=1,
     )
 
 

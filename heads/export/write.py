@@ -99,6 +99,7 @@ def export(source: Source, format_name: str, folder: Path, *, convert: bool = Tr
         ids = source.head.draft_ids
         if int(ids.min()) < 0 or int(ids.max()) >= source.facts.vocab_size or bool((ids[1:] <= ids[:-1]).any()):
             raise UserError("export: wanted d2t as offsets to ascending target ids, got others; the checkpoint is damaged")
+    check_place(folder)
     tuned = "adapter" in source.contract and folder / "target"
     if tuned:
         source = dataclasses.replace(source, facts=dataclasses.replace(source.facts, name=str(tuned.resolve())))
@@ -134,6 +135,16 @@ def export(source: Source, format_name: str, folder: Path, *, convert: bool = Tr
     return [*layout.notes, *(to_gguf(source, folder) if format_name == "llamacpp" and convert else [])]
 
 
+def check_place(folder: Path) -> None:
+    """Raise UserError if something else than an older export lies there: it would be lost."""
+    if not folder.exists():
+        return
+    contract = folder / "contract.json"
+    old = contract.is_file() and "export" in read_json(contract)
+    if not old and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--out: wanted a new folder, an empty one or an older export to replace, got {folder}, which holds something else")
+
+
 def to_gguf(source: Source, folder: Path) -> list[str]:
     """llama.cpp's own file of a written folder, where its converter is installed. Returns a sentence. Raises UserError if it fails."""
     wants_target = source.method != DRAFT_MODEL and Path(source.target.name).is_dir()
@@ -154,9 +165,14 @@ def sync(paths: Iterable[Path]) -> None:
                 os.fsync(handle.fileno())
 
 
+def draft_tokens(source: Source, layout: Layout) -> int:
+    """Draft tokens a round: as measured to be best, if the engine has a choice."""
+    return layout.tokens or source.tuning.tokens
+
+
 def command_of(source: Source, layout: Layout, folder: Path) -> str:
     """The launch command, filled in."""
-    tokens = source.tuning.tokens
+    tokens = draft_tokens(source, layout)
     return layout.launch.format(folder=folder.resolve(), target=source.facts.name, tokens=tokens, nodes=tokens + 1, block=tokens + 1)
 
 
@@ -167,7 +183,7 @@ def contract_of(source: Source, format_name: str, layout: Layout, folder: Path) 
         "method": source.method,
         "launch": command_of(source, layout, folder),
         "target": dataclasses.asdict(source.facts),
-        "tokens": source.tuning.tokens,
+        "tokens": draft_tokens(source, layout),
     }
     if source.head is not None:
         config: HeadConfig = source.head.sizes
@@ -201,7 +217,7 @@ def readme(source: Source, format_name: str, layout: Layout, folder: Path) -> st
         f"---\n{kept}\n---\n\n# {source.method} drafter for {source.facts.name}\n\n"
         f"Made by draftsmith for {engine.title}. It drafts for this target only: see `contract.json`.\n\n"
         f"## Launch\n\n    {command_of(source, layout, folder)}\n\n"
-        f"Recommended draft tokens a round: {tuning.tokens}.\n\n## Measured by draftsmith\n\n{measured}\n"
+        f"Recommended draft tokens a round: {draft_tokens(source, layout)}.\n\n## Measured by draftsmith\n\n{measured}\n"
         + (f"\n## Notes\n\n{notes}" if notes else "")
     )
 

@@ -176,7 +176,7 @@ def configure(**keys: Any) -> Callable[[Path], None]:
         for key, value in keys.items():
             if value is None:
                 del values[key]
-            elif isinstance(value, dict):
+            elif isinstance(value, dict) and isinstance(values[key], dict):
                 values[key] = values[key] | value
             else:
                 values[key] = value
@@ -393,6 +393,27 @@ def test_a_target_that_was_trained_along_is_written_beside_the_drafter(target: T
     assert torch.equal(back(ids).logits, target.model(ids).logits)
 
 
+def test_nothing_but_an_older_export_is_replaced(target: Target, place: Path) -> None:
+    source, out = source_for(target, "eagle3", "vllm"), place / "out"
+    out.mkdir()
+    for _ in range(2):  # into an empty folder, and over an export
+        export(source, "vllm", out)
+    (place / "drafter").mkdir()
+    (place / "drafter" / "contract.json").write_text("{}")
+    (place / "file").write_text("mine")
+    for kept in (place, place / "drafter", place / "file"):
+        with pytest.raises(UserError, match="wanted a new folder, an empty one or an older export"):
+            export(source, "vllm", kept)
+    assert (place / "file").read_text() == "mine" and (place / "drafter" / "contract.json").is_file()
+
+
+def test_an_engine_that_drafts_one_token_is_asked_for_one(target: Target, place: Path) -> None:
+    for format_name, method, tokens in (("vllm", "mtp", 1), ("transformers", "mtp", 1), ("transformers", "dflash", 7), ("vllm", "dflash", 5)):
+        out = written(target, format_name, method, place)
+        assert json.loads((out / "contract.json").read_text())["export"]["tokens"] == tokens
+        assert f"Recommended draft tokens a round: {tokens}." in (out / "README.md").read_text()
+
+
 def test_an_export_is_no_drafters_folder(target: Target, place: Path) -> None:
     with pytest.raises(UserError, match="got one exported for vllm; read it back with draftsmith import"):
         open_drafter(written(target, "vllm", "eagle3", place), target)
@@ -475,9 +496,77 @@ def test_public_layouts_are_read(target: Target, place: Path) -> None:
         import_drafter(out, target)
 
 
+def rewritten(folder: Path, config: dict[str, Any], tensors: dict[str, Any], weights: str = "pytorch_model.bin") -> Path:
+    """The folder as others publish it: these files and no more."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, folder / weights)
+    return folder
+
+
+def test_eagle1_heads_of_the_first_repository_are_read(target: Target, place: Path) -> None:
+    """A config without head_dim, rope_theta and bias; a pickle with embeddings, a bias that says nothing and rotary tables."""
+    head = head_for(target, "eagle1", "sglang", draft_vocab_size=None)
+    out = written_from(head, target, "sglang", place / "out")
+    config, (_, tensors) = json.loads((out / "config.json").read_text()), tensors_of(out)
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size")
+    kept = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **{key: config[key] for key in keys}}
+    more = {"embed_tokens.weight": target.embeddings(torch.arange(VOCAB)).half(), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    back, _ = import_drafter(rewritten(out, kept, tensors | more), target)
+    assert torch.equal(drafts(target, back.double()), drafts(target, head))
+
+
+def test_medusas_first_release_is_read(target: Target, place: Path) -> None:
+    """Three keys of config, and one pickle with a prefix on each name."""
+    head = head_for(target, "medusa", "tgi", draft_vocab_size=None)
+    _, tensors = tensors_of(written_from(head, target, "tgi", place / "out"))
+    config = {"medusa_num_heads": head.sizes.heads, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}  # type: ignore[attr-defined]
+    prefixed = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+    back, _ = import_drafter(rewritten(place / "out", config, prefixed, "medusa_lm_head.pt"), target)
+    assert torch.equal(drafts(target, back.double()), drafts(target, head))
+
+
+def written_from(head: Head, target: Target, format_name: str, folder: Path) -> Path:
+    export(source_of(head, {}, target), format_name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("format_name", "method", "fault", "said"),
+    [
+        ("sglang", "eagle1", configure(num_attention_heads=None), "wanted a config.json that tells num_attention_heads of the eagle1 head"),
+        ("sglang", "eagle1", configure(intermediate_size="x"), "with the sizes of a eagle1 head, got one that cannot be used"),
+        ("sglang", "eagle1", put("fc.bias", lambda t: torch.ones(3)), "fc.bias"),
+        ("sglang", "eagle1", configure(num_hidden_layers=2), "of one layer, got 2"),
+        ("sglang", "dflash", configure(dflash_config={"target_layer_ids": []}), "give --taps"),
+        ("sglang", "dflash", configure(dflash_config={"mask_token_id": 97}), "drafter.mask_token_id: wanted 0 .. 96"),
+        ("sglang", "dflash", configure(layer_types=["sliding_attention"] * 2), "full attention in all layers"),
+        ("speculators", "eagle3", configure(norm_before_residual=None), "norm_before_residual written out"),
+        ("speculators", "eagle3", configure(transformer_layer_config={"attention_bias": True}), "attention_bias false, got True"),
+        ("speculators", "eagle3", configure(speculators_model_type="x", transformer_layer_config=7), "cannot be used"),
+        ("speculators", "p_eagle", configure(mask_token_id=None), "wanted mask_token_id in config.json"),
+        ("speculators", "dspark", configure(markov_head_type="gated"), "markov_head_type vanilla"),
+        ("speculators", "dspark", drop("markov_head.markov_w2.weight"), "markov_w2.weight missing"),
+        ("tgi", "medusa", drop("1.0.linear.weight"), "1.0.linear.weight missing"),
+        ("tgi", "medusa", put("0.0.linear.weight", lambda t: torch.ones(16, 16)), r"0.0.linear.weight \[16, 16\], wanted \[32, 32\]"),
+        ("tgi", "mlp_speculator", configure(scale_input=True), "without scale_input"),
+    ],
+)
+def test_every_layout_is_read_whole_or_refused(
+    target: Target, format_name: str, method: str, fault: Callable[[Path], None], said: str, place: Path
+) -> None:
+    out = written(target, format_name, method, place)
+    fault(out)
+    with pytest.raises(UserError, match=said):
+        import_drafter(out, target)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
+        (lambda folder: (folder / "config.json").write_text("[1]") and None, "wanted a mapping in config.json, got a list"),
+        (lambda folder: (rewritten(folder, {}, {"fc.weight": 3}, "medusa_lm_head.pt"), None)[1], "got fc.weight of type int"),
         (configure(norm_before_residual=True), "norm_before_residual false"),
         (configure(rope_parameters={"rope_type": "llama3"}), "plain rotary"),
         (configure(hidden_size=64), "hidden size 32"),
