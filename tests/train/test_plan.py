@@ -23,6 +23,7 @@ from draftsmith.train.objectives import OBJECTIVES
 from draftsmith.train.optimizers import Part, make_optimizers
 from draftsmith.train.store import write_store
 from draftsmith.train.templates import Sample
+from draftsmith.train.weightless import kept_bytes, measure_activations, planned_drafter, planned_target, with_mask_token
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -73,10 +74,10 @@ def test_parameters_are_counted_exactly(tmp_path: Path, method: str) -> None:
     target.model.config.save_pretrained(tmp_path)
     extra = ["drafter.num_layers=2"] if method == "draft_model" else ["drafter.draft_vocab_size=60"]
     asked = recipe(f"target.path={tmp_path}", f"drafter.method={method}", *METHODS_OWN, *extra)
-    planned = planning.planned_target(asked)
-    settings = planning._with_mask_token(method, asked.drafter.settings) if method != "draft_model" else {"num_layers": 2}
+    planned = planned_target(asked)
+    settings = with_mask_token(method, asked.drafter.settings) if method != "draft_model" else {"num_layers": 2}
     real = new_head(method, target, settings)
-    made = planning.planned_drafter(asked, planned)
+    made = planned_drafter(asked, planned)
     assert sum(p.numel() for p in made.parameters()) == sum(p.numel() for p in real.parameters()) > 0
     assert {p.device.type for p in [*made.parameters(), *planned.model.parameters()]} == {"meta"}
     assert sum(p.numel() for p in planned.model.parameters()) == sum(p.numel() for p in target.model.parameters())
@@ -95,9 +96,9 @@ def test_activations_of_any_width_and_length_follow_from_small_copies(tmp_path: 
         "objective.steps=null",
         "drafter.draft_vocab_size=60",
     )
-    objective, planned = runs.make_objective(asked), planning.planned_target(asked)
-    got = planning.measure_activations(asked, objective, planned, planning.planned_drafter(asked, planned))(1, 140)
-    want = planning._kept(asked, objective, planned, 1.0, 16, 140)
+    objective, planned = runs.make_objective(asked), planned_target(asked)
+    got = measure_activations(asked, objective, planned, planned_drafter(asked, planned))(1, 140)
+    want = kept_bytes(asked, objective, planned, 1.0, 16, 140)
     assert got == pytest.approx(want, rel=0.15)
 
 
@@ -195,7 +196,7 @@ def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
         big(tmp_path, device="tpu")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"wanted a model's config.json, or a folder with one, got none that can be read"):
-        planning.planned_target(recipe(), tmp_path / "config.json")
+        planned_target(recipe(), tmp_path / "config.json")
 
 
 def test_the_command_prints_it_and_exits_with_2_if_it_does_not_fit(tmp_path: Path) -> None:
