@@ -40,6 +40,14 @@ SUITE_HELP = (
 TREE_HELP = (
     "chain, dynamic, or cost_aware: as large as it pays by latencies measured at the start; as tuned (tuning.json) if nothing is given, or chain"
 )
+Tree = Annotated[str | None, typer.Option(help=TREE_HELP)]
+Depth = Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")]
+Topk = Annotated[int | None, typer.Option(help="children a node of a tree; 4 if not given")]
+Nodes = Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")]
+Length = Annotated[
+    str | None, typer.Option(help="additive, acceptance, confidence, entropy, expected or predicted: decides a chain's depth round by round")
+]
+Threshold = Annotated[float | None, typer.Option(help="of acceptance, below which confidence, entropy and predicted stop; 0.3 if not given")]
 CrossTokenizer = Annotated[bool, typer.Option(help="let a causal LM draft that has another tokenizer, with the tokens that both have")]
 Template = Annotated[
     list[str] | None,
@@ -81,16 +89,12 @@ def eval_command(
     ] = None,
     batch: Annotated[list[str] | None, typer.Option(help="sizes that get rows beside batch 1, several: --batch 4 8, or 4,8")] = None,
     rule: Annotated[str, typer.Option(help="how drafts are judged; shared_noise is token-identical to plain decoding")] = "shared_noise",
-    tree: Annotated[str | None, typer.Option(help=TREE_HELP)] = None,
-    depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
-    topk: Annotated[int | None, typer.Option(help="children a node of a tree; 4 if not given")] = None,
-    nodes: Annotated[int | None, typer.Option(help="draft nodes of a tree; 16 if not given")] = None,
-    length: Annotated[
-        str | None, typer.Option(help="additive, acceptance, confidence, entropy, expected or predicted: decides a chain's depth round by round")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="of acceptance, below which confidence, entropy and predicted stop; 0.3 if not given")
-    ] = None,
+    tree: Tree = None,
+    depth: Depth = None,
+    topk: Topk = None,
+    nodes: Nodes = None,
+    length: Length = None,
+    threshold: Threshold = None,
     timed_prompts: Annotated[
         int | None, typer.Option(help="time so many prompts, and put the others through the gate in batches; all if not given")
     ] = None,
@@ -116,14 +120,11 @@ def eval_command(
     from .eval.harness import device_name
     from .eval.report import terminal_table, write_report
     from .heads.tuning import read_tuning
-    from .recipes.schema import Decode, Eval, TargetRef
+    from .recipes.schema import Eval, TargetRef
 
     counts = {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens, "timed-prompts": timed_prompts, "threads": threads}
-    for name, number in {**counts, "depth": depth, "topk": topk, "nodes": nodes}.items():
-        if number is not None and number < 1:
-            raise UserError(f"--{name}: wanted an integer >= 1, got {number}")
-    if tree == "static":
-        raise UserError("--tree: wanted chain, dynamic or cost_aware, got static; static trees come from draftsmith tune, or a recipe's decode.paths")
+    _check_counts(counts)
+    settings = _decode_options(tree, depth, topk, nodes, length, threshold)
     temperatures, default = _temperatures(temperature)
     part = Eval(
         suite=suite,
@@ -142,9 +143,8 @@ def eval_command(
         others=other or [],
         seed=seed,
     )
-    settings: dict[str, Any] = {"tree": tree, "depth": depth, "topk": topk, "nodes": nodes, "length": length, "threshold": threshold}
-    Decode(tree=tree or "chain", length=length, threshold=threshold)  # type: ignore[arg-type]  # a name that is none is found out before anything is loaded
-    tuning = read_tuning(drafter) if all(value is None for value in settings.values()) else None
+    tuning = read_tuning(drafter)
+    asked = any(value is not None for value in settings.values())
     began = time.perf_counter()
     loaded = Target.load(TargetRef(path=target).location)
     seconds = time.perf_counter() - began
@@ -159,13 +159,32 @@ def eval_command(
             cross_tokenizer=cross_tokenizer,
             opened=lambda contract: _use_template(loaded, contract, template),
             target_seconds=seconds,
-            tuned=None if tuning is None else tuning.device,
+            tuned=None if tuning is None or asked else tuning,
             progress=lambda label, done, every: status.update(f"evaluation {label}: {done} of {every} prompts"),
         )
     files = write_report(report, out)
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _check_counts(counts: dict[str, int | None], least: int = 1) -> None:
+    for name, number in counts.items():
+        if number is not None and number < least:
+            raise UserError(f"--{name}: wanted an integer >= {least}, got {number}")
+
+
+def _decode_options(
+    tree: str | None, depth: int | None, topk: int | None, nodes: int | None, length: str | None, threshold: float | None
+) -> dict[str, Any]:
+    """What `decode_settings` takes. Raises UserError for what is wrong with it by itself, before anything is loaded."""
+    from .recipes.schema import Decode
+
+    _check_counts({"depth": depth, "topk": topk, "nodes": nodes})
+    if tree == "static":
+        raise UserError("--tree: wanted chain, dynamic or cost_aware, got static; static trees come from draftsmith tune, or a recipe's decode.paths")
+    Decode(tree=tree or "chain", length=length, threshold=threshold)  # type: ignore[arg-type]
+    return {"tree": tree, "depth": depth, "topk": topk, "nodes": nodes, "length": length, "threshold": threshold}
 
 
 def _use_template(target: Target, contract: dict[str, Any], options: list[str] | None) -> None:
@@ -240,9 +259,8 @@ def tune(
     folder = Path(drafter)
     if not (folder / "contract.json").is_file():
         raise UserError(f"drafter {drafter}: wanted a drafter's folder, in which tuning.json can be kept, got none; give a run's drafter/ folder")
-    for name, number in {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens, "most-nodes": most_nodes, "threads": threads}.items():
-        if number is not None and number < 1 + (name == "max-new-tokens"):
-            raise UserError(f"--{name}: wanted an integer >= {1 + (name == 'max-new-tokens')}, got {number}")
+    _check_counts({"num-prompts": num_prompts, "threads": threads})
+    _check_counts({"max-new-tokens": max_new_tokens, "most-nodes": most_nodes}, least=2)
     if cpu_time and threads != 1:
         raise UserError("--cpu-time: wanted --threads 1, as CPU time adds up over threads, got more; add it")
     temperatures, _ = _temperatures(temperature)
@@ -264,9 +282,11 @@ def tune(
     for candidate in raced:
         spans = [f"{x.value:.2f}x ({x.lo:.2f}-{x.hi:.2f})" if x else "" for x in (candidate.measured, candidate.over_default)]
         shape = (str(n) for n in candidate.shape)
-        mark = "chosen" if candidate is chosen else ""
-        table.add_row(candidate.kind, *shape, f"{candidate.tau:.2f}", f"{candidate.predicted:.2f}x", *spans, mark)
+        taus = ", ".join(f"{gain.tau:.2f}" for gain in candidate.gains.values())
+        table.add_row(candidate.kind, *shape, taus, f"{candidate.predicted:.2f}x", *spans, "chosen" if candidate is chosen else "")
     console.print(table)
+    for line in tuning.measured["words"]:
+        console.print(line, soft_wrap=True, highlight=False)
     console.print(f"best chain for engines that draft chains: {tuning.num_speculative_tokens} tokens", highlight=False)
     console.print(f"tuned: {write_tuning(folder, tuning).resolve()}", soft_wrap=True, highlight=False)
 
@@ -380,7 +400,12 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
-    depth: Annotated[int | None, typer.Option(help="draft tokens in a row; 5 if not given, or as many as the drafter can")] = None,
+    tree: Tree = None,
+    depth: Depth = None,
+    topk: Topk = None,
+    nodes: Nodes = None,
+    length: Length = None,
+    threshold: Threshold = None,
     cross_tokenizer: CrossTokenizer = False,
     template: Template = None,
     compile: Compile = False,
@@ -397,6 +422,7 @@ def generate(
     from .recipes.schema import TargetRef
 
     params = SamplingParams(temperature=temperature, seed=seed)
+    settings = _decode_options(tree, depth, topk, nodes, length, threshold)
     loaded = Target.load(TargetRef(path=target).location)
     if compile:
         loaded.compile()
@@ -410,7 +436,7 @@ def generate(
         console.print(tokenizer.decode(new[drafted:], skip_special_tokens=True), end="", markup=False, highlight=False)
 
     ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-    decode = decode_settings(head, read_tuning(drafter), depth=depth, device=device_name(loaded.device))
+    decode = decode_settings(head, read_tuning(drafter), **settings, device=device_name(loaded.device))
     out = Engine(loaded, make_proposer(head, decode, loaded, ids)).generate(
         [ids], params, max_new_tokens, eos_ids=eos_ids(loaded.model), on_tokens=show
     )

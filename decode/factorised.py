@@ -60,8 +60,10 @@ def keep_best(root_B: Tensor, tokens_BC: Tensor, values_BC: Tensor, parents_BC: 
     root_B1 = torch.zeros_like(order_BN[:, :1])
     kept_BN = torch.cat([root_B1, order_BN + 1], dim=1)
     parents_BN = torch.cat([root_B1, parents_BC.gather(1, order_BN)], dim=1)
-    return DraftTree.from_parents(
+    tree = DraftTree.from_parents(
         torch.cat([root_B.unsqueeze(1), tokens_BC.gather(1, order_BN)], dim=1),
         torch.searchsorted(kept_BN, parents_BN),  # candidate number -> node
         max_depth,
     )
+    tree.values_BN = torch.cat([torch.zeros_like(values_BC[:, :1]), values_BC.gather(1, order_BN)], dim=1)
+    return tree

@@ -1,7 +1,7 @@
 """Growing a draft with a causal model, level by level: what EAGLE-style heads and standalone drafts have in common.
 
-A node's value is its cumulative log-probability under softmax(warped draft logits + noise): at temperature 0 EAGLE-2's confidence (2406.16858),
-and with shared noise the same idea given the noise that is known already.
+A node's value is its cumulative log-probability under softmax((warped draft logits + noise) / t): at temperature 0 EAGLE-2's confidence (2406.16858),
+and with shared noise the same idea given the noise that is known already; t is 1, or calibrated (`calibration.py`).
 
 Cache slots of a row:  0 ... length | level 1: topk | level 2: topk | ...      length = committed entries, which sit at their positions
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import UserError
+from .calibration import Temperatures
 from .draw import iid_children, without_replacement_children
 from .factorised import keep_best
 from .length import CostAware, DraftLength
@@ -40,6 +41,7 @@ class Grower(ABC):
     ahead = 0  # entries in the cache beyond the target's committed tokens
     by_level = True  # whether a deeper tree takes longer to draft
     max_positions: int | None = None  # of the longest text that the model can follow; None: any
+    temperatures = Temperatures()  # by which probabilities of acceptance follow from scores; to be set before a request
 
     def __init__(self, *, taps: tuple[int, ...], depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         if kind != "deterministic":
@@ -275,7 +277,7 @@ class Grower(ABC):
             tokens.append(self._target_ids(scores_BKV.argmax(-1)))
             if level < depth - 1:
                 if self._policy is not None and self._policy.needs_scores:
-                    p_BKV = scores_BKV.softmax(-1)
+                    p_BKV = self.temperatures.log_p(scores_BKV, sampler, level).exp()
                     path_B1 = self._confidence(p_BKV, hidden_BKH) * path_B1
                     if not self._policy.goes_on(float(path_B1.max()), float(torch.special.entr(p_BKV).sum(-1).min())):
                         break
@@ -292,7 +294,8 @@ class Grower(ABC):
 
     def _children(self, hidden_BKH: Tensor, sampler: Sampler, noise_BDV: Tensor | None, level: int) -> tuple[Tensor, Tensor]:
         """The topk children of each node: target ids and log values [B, K, topk]."""
-        values, index = self._scores(hidden_BKH, sampler, noise_BDV, level).log_softmax(-1).topk(self.topk, dim=-1)
+        scores_BKV = self._scores(hidden_BKH, sampler, noise_BDV, level)
+        values, index = self.temperatures.log_p(scores_BKV, sampler, level).topk(self.topk, dim=-1)
         return self._target_ids(index), values
 
     def _tree(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:

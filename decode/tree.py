@@ -21,7 +21,7 @@ class DraftTree:
     `max_depth` bounds the depth on the host, so that nothing has to be read back from the device.
     `kind` says how siblings were found: "deterministic" (top-k, retrieved, pruned, merged), or sampled, "iid" or "without_replacement". In a sampled
     tree `q_BNV` is the distribution, over the target's full vocabulary, that each node's first child was really drawn from, and siblings' index
-    order is their draw order.
+    order is their draw order. `values_BN`, where nodes were chosen by it: the drafter's log-probability that a node's whole path is accepted.
     """
 
     tokens_BN: Tensor
@@ -33,6 +33,7 @@ class DraftTree:
     valid_BN: Tensor | None = field(default=None)
     q_BNV: Tensor | None = field(default=None)
     kind: str = "deterministic"
+    values_BN: Tensor | None = field(default=None)
 
     @property
     def num_nodes(self) -> int:

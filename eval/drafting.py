@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import UserError
+from ..decode.calibration import Temperatures
 from ..decode.engine import Engine
 from ..decode.growth import Grower
 from ..decode.length import Acceptance, Additive, Confidence, CostAware, DraftLength, Entropy, Expected, Latencies, Predicted
@@ -54,6 +55,17 @@ def check_proposer(drafter: Drafter, decode: Decode, rule: str = "shared_noise")
     Raises UserError for settings that the drafter cannot follow, such as a policy where drafts do not grow level by level, or a rule for drawn drafts
     where they are chosen.
     """
+    proposer: Any = _shaped(drafter, decode, rule)
+    if decode.greedy_temperatures is not None or decode.sampled_temperatures is not None:
+        if not hasattr(proposer, "temperatures"):
+            name = "decode.greedy_temperatures" if decode.greedy_temperatures is not None else "decode.sampled_temperatures"
+            raise UserError(f"{name}: wanted null, as {drafter.method} ranks its drafts by no probabilities, got temperatures")
+        proposer.temperatures = Temperatures(tuple(decode.greedy_temperatures or ()), tuple(decode.sampled_temperatures or ()))
+    made: Proposer = proposer
+    return made
+
+
+def _shaped(drafter: Drafter, decode: Decode, rule: str) -> Proposer:
     if decode.paths is not None:
         return _static(drafter, decode.paths)
     kinds = RULES[rule].kinds
@@ -110,7 +122,8 @@ def decode_settings(
 ) -> Decode:
     """What was asked for; what the drafter was tuned to if nothing was; else a chain. Raises UserError for settings that do not fit each other.
 
-    device: this machine's; a tuning of another one is used, and that is told on stderr.
+    A tuning's temperatures, which are the drafter's and no machine's, hold for drafts of any shape. device: this machine's; a tuning of another
+    one is used, and that is told on stderr.
     """
     asked = (tree, depth, topk, nodes, length, threshold)
     if tuning is not None and all(value is None for value in asked):
@@ -120,7 +133,18 @@ def decode_settings(
     tree = tree or "chain"
     depth = default_depth(drafter) if depth is None else depth
     shape: dict[str, Any] = {"tree": tree, "depth": depth, "topk": topk or 4, "nodes": None if tree == "chain" else nodes}
-    return Decode(**shape, length=length, threshold=threshold)  # type: ignore[arg-type]
+    return Decode(**shape, length=length, threshold=threshold, **temperatures_of(tuning))  # type: ignore[arg-type]
+
+
+def temperatures_of(tuning: Tuning | None) -> dict[str, list[float] | None]:
+    """The keys of a recipe's section `decode` for what was found of the draft's confidence."""
+    found = {} if tuning is None else tuning.confidence
+    return {f"{kind}_temperatures": found.get(kind) or None for kind in ("greedy", "sampled")}
+
+
+def for_any(decode: Decode) -> Decode:
+    """For other drafters than the one that these settings are of."""
+    return dataclasses.replace(plain(decode), greedy_temperatures=None, sampled_temperatures=None)
 
 
 def plain(decode: Decode) -> Decode:

@@ -20,9 +20,10 @@ from ..decode.target import Target
 from ..decode.verify import rule_for
 from ..heads.registry import Drafter, open_drafter, open_others, tunes_target
 from ..heads.standalone import Standalone
+from ..heads.tuning import Tuning
 from ..recipes.schema import Decode, Eval
 from .cost_model import LONGEST, Condition, CostModel, explain, fit
-from .drafting import make_proposer, plain
+from .drafting import for_any, make_proposer, plain
 from .drift import measure_drift, original_outputs
 from .harness import Measured, Progress, Settings, build_report, choose_threads, evaluate
 from .latency import BUCKETS, Shape, fit_and_test, shapes_around, verify_latencies
@@ -64,7 +65,7 @@ def evaluate_drafter(
     opened: Callable[[dict[str, Any]], None] = lambda _: None,
     training: dict[str, Any] | None = None,
     target_seconds: float | None = None,
-    tuned: str | None = None,
+    tuned: Tuning | None = None,
     progress: Progress = lambda *_: None,
 ) -> tuple[Report, Drafter, dict[str, Any]]:
     """Open a drafter (whatever `open_drafter` takes) and measure it: (report, drafter, contract).
@@ -99,13 +100,13 @@ def run_evaluation(
     training: dict[str, Any] | None = None,
     drift: Drift | None = None,
     load_seconds: Mapping[str, float] | None = None,
-    tuned: str | None = None,
+    tuned: Tuning | None = None,
     suite: Suite | None = None,
     progress: Progress = lambda *_: None,
 ) -> Report:
     """Measure a drafter as the settings say: gate, baselines, other drafters (part.others, and the floor), cost model.
 
-    others: drafters of part.others that are open already. training, drift, load_seconds: for the report. tuned: the device whose tuning the decode
+    others: drafters of part.others that are open already. training, drift, load_seconds: for the report. tuned: the tuning that the decode
     settings are. suite: the prompts, if they are loaded already. Raises UserError for settings that do not fit the drafter, before anything is
     measured.
     """
@@ -124,7 +125,7 @@ def run_evaluation(
         suite,
         settings,
         progress,
-        {name: make_proposer(other, plain(decode), target, prompt) for name, other in beside.items()},
+        {name: make_proposer(other, for_any(decode), target, prompt) for name, other in beside.items()},
         assistant=drafter.draft.model if part.assisted and type(drafter) is Standalone else None,
         weights=drafter_bytes(drafter, target) / MIB,
         load_seconds=load_seconds,
@@ -144,7 +145,8 @@ def run_evaluation(
         **({"topk": decode.topk} if decode.tree in ("dynamic", "cost_aware") else {}),
         **({"paths": decode.paths} if decode.paths is not None else {}),
         **({"length": decode.length} if decode.length is not None else {}),
-        **({"tuned_on": tuned} if tuned is not None else {}),
+        **{name: found for name in ("greedy_temperatures", "sampled_temperatures") if (found := getattr(decode, name)) is not None},
+        **({"tuned_on": tuned.device, "choice": list(tuned.measured.get("words", []))} if tuned is not None else {}),
         "contract": dict(contract),
     }
     return build_report(target, description, suite, settings, measured, training, threads, drift, costs)

@@ -6,10 +6,11 @@ with other work: with one thread, CPU time is what the wall clock would show on 
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from ..decode.engine import Engine
@@ -22,13 +23,24 @@ from .cost_model import Condition, fit
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # tokens of one verification that are measured, and that cost-aware trees come in
 Clock = Callable[[], float]
 Shape = tuple[int, int]  # depth, draft nodes
+Name = TypeVar("Name", bound=Hashable)
 
 
 @torch.no_grad()
 def verify_latencies(
-    target: Target, prompt: Sequence[int], repeats: int, *, sizes: Sequence[int] = BUCKETS, batch: int = 1, clock: Clock = time.perf_counter
+    target: Target,
+    prompt: Sequence[int],
+    repeats: int,
+    *,
+    sizes: Sequence[int] = BUCKETS,
+    batch: int = 1,
+    quantile: float = 0.5,
+    clock: Clock = time.perf_counter,
 ) -> dict[int, float]:
-    """{tokens a row: median ms} of one verification forward with logits after `prompt`; the sizes take turns, so that drift hits all alike."""
+    """{tokens a row: ms} of one verification forward with logits after `prompt`; the sizes take turns, so that drift hits all alike.
+
+    quantile: the median, or a lower one, as what disturbs a measurement only adds to it.
+    """
     length = torch.tensor([len(prompt)] * batch, device=target.device)
     target.set_taps(())
     target.allocate(batch, len(prompt) + max(sizes) + 1)
@@ -43,7 +55,7 @@ def verify_latencies(
             _synchronise(target)
             if repeat >= 2:  # warm-up
                 times[n].append(clock() - began)
-    return {n: 1e3 * statistics.median(t) for n, t in times.items()}
+    return {n: 1e3 * float(np.quantile(t, quantile)) for n, t in times.items()}
 
 
 def _synchronise(target: Target) -> None:
@@ -53,24 +65,26 @@ def _synchronise(target: Target) -> None:
 
 def round_latencies(
     target: Target,
-    proposers: Mapping[Shape, Proposer | None],
+    proposers: Mapping[Name, Proposer | None],
     prompt: Sequence[int],
     *,
     batch: int = 1,
     repeats: int = 3,
     new_tokens: int = 24,
+    temperature: float = 0.0,
+    quantile: float = 0.5,
     clock: Clock = time.perf_counter,
-) -> dict[Shape, float]:
-    """{shape: median ms of a round}; a proposer of None decodes plainly. They take turns. The prefill is measured apart and left out.
+) -> dict[Name, float]:
+    """{name: ms of a round}; a proposer of None decodes plainly. They take turns. The prefill is measured apart and left out. quantile: as above.
 
     A request's rounds are over when its last row's are: what rows that finish earlier cost, and save, is in the figure as it is in reality.
     """
     prompts = [list(prompt)] * batch
-    params = [SamplingParams(seed=i) for i in range(batch)]
-    engines = {shape: Engine(target, proposer) for shape, proposer in proposers.items()}
-    found: dict[Shape, list[float]] = {shape: [] for shape in engines}
+    params = [SamplingParams(temperature=temperature, seed=i) for i in range(batch)]
+    engines = {name: Engine(target, proposer) for name, proposer in proposers.items()}
+    found: dict[Name, list[float]] = {name: [] for name in engines}
     for repeat in range(repeats + 1):
-        for shape, engine in engines.items():
+        for name, engine in engines.items():
             _synchronise(target)
             began = clock()
             engine.generate(prompts, params, 1)
@@ -80,8 +94,8 @@ def round_latencies(
             _synchronise(target)
             spent = (clock() - middle) - (middle - began)
             if repeat:  # warm-up
-                found[shape].append(1e3 * spent / max(len(rounds) for rounds in out.rounds))
-    return {shape: statistics.median(values) for shape, values in found.items()}
+                found[name].append(1e3 * spent / max(len(rounds) for rounds in out.rounds))
+    return {name: float(np.quantile(values, quantile)) for name, values in found.items()}
 
 
 def fit_and_test(

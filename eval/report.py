@@ -201,6 +201,23 @@ def drift_sentence(report: Report) -> str:
     )
 
 
+def choice_sentences(report: Report) -> list[str]:
+    """Which draft was chosen for which machine, and where none pays."""
+    return [f"{text[:1].upper()}{text[1:]}." for text in map(str, report.drafter.get("choice", []))]
+
+
+def losses(report: Report) -> list[str]:
+    """Rows in which plain decoding is as fast or faster, said plainly: the headline speaks of one temperature only."""
+    found = []
+    for row in report.overall:
+        low, high = row.speedup.engine_ci
+        if row.passed and low < 1:
+            verdict = "Speculation does not pay" if high < 1 else "It is not certain that speculation pays"
+            span = f" ({_span(row.speedup.engine_ci, row.prompts)})" if row.prompts > 1 else ""
+            found.append(f"{verdict} at {_setting(row)}: {row.speedup.engine:.2f}x the speed of plain decoding{span}.")
+    return found
+
+
 def _reasons(report: Report) -> list[str]:
     """Why rows failed, beyond tokens that differ."""
     return [f"{FAIL}, {row.suite}, {_setting(row)}: {row.lossless.reason}" for row in report.failed if row.lossless.reason]
@@ -278,7 +295,18 @@ def terminal_table(report: Report) -> rich.console.Group:
     title = f"{_title(report)}, {suites[0]}" if len(suites) == 1 else _title(report)
     tables = [_terminal_rows(title, _all_cells(report, "x"), len(suites) > 1)]
     tables += [_terminal_rows(f"{name}, the same prompts", cells, len(suites) > 1) for name, cells in _other_cells(report, "x")]
-    words = [rich.markup.escape(text) for text in [drift_sentence(report), *engine_sentences(report), *_reasons(report), *_words(report)] if text]
+    words = [
+        rich.markup.escape(text)
+        for text in [
+            drift_sentence(report),
+            *choice_sentences(report),
+            *losses(report),
+            *engine_sentences(report),
+            *_reasons(report),
+            *_words(report),
+        ]
+        if text
+    ]
     return rich.console.Group(*tables, *words)
 
 
@@ -341,7 +369,7 @@ def render_markdown(report: Report) -> str:
         f"**{figure}** {_markdown_cell(sentence)}" + (f" {interval}." if interval else ""),
         _gate_sentence(report),
         *(f"**{text}**" for text in [_markdown_cell(drift_sentence(report))] if text),
-        *map(_markdown_cell, engine_sentences(report)),
+        *map(_markdown_cell, [*choice_sentences(report), *losses(report), *engine_sentences(report)]),
         "## Results",
         _markdown_table(head, results, left=1),
         "## Drafting",
@@ -522,6 +550,7 @@ def render_html(report: Report) -> str:
         sentence=sentence,
         gate=_gate_sentence(report),
         drift=drift_sentence(report),
+        told=[*choice_sentences(report), *losses(report)],
         in_engine=engine_sentences(report),
         headline=report.headline,
         rows=rows,

@@ -254,7 +254,7 @@ class BlockGrower(Grower):
         return DraftTree.chain(torch.cat([root_B.unsqueeze(1), tokens_BD], dim=1))
 
     def _tree(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        values_BDK, index_BDK = self._all_scores(sampler, noise_BDV).log_softmax(-1).topk(self.topk, dim=-1)
+        values_BDK, index_BDK = self.temperatures.log_p_by_depth(self._all_scores(sampler, noise_BDV), sampler).topk(self.topk, dim=-1)
         return best_first(root_B, self._target_ids(index_BDK), values_BDK, self.num_nodes - 1)
 
     def _static(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import UserError
+from ..decode.calibration import Temperatures
 from ..decode.factorised import best_first, check_nodes
 from ..decode.proposer import Accepted, Extent
 from ..decode.sampling import Sampler
@@ -108,6 +109,7 @@ class MedusaProposer:
     """
 
     max_positions: int | None = None
+    temperatures = Temperatures()  # by which probabilities of acceptance follow from scores; to be set before a request
 
     def __init__(self, head: Medusa, *, depth: int, topk: int, nodes: int) -> None:
         head.check_depth(depth)
@@ -129,6 +131,10 @@ class MedusaProposer:
         """What is kept between calls."""
         return [self._hidden_BH]
 
+    def _draft_ids(self) -> Tensor:
+        """[V] target id of each draft id."""
+        return self._ids
+
     def reset(self, batch: int, capacity: int) -> None:
         """Nothing to do: what is kept is overwritten after the prefill."""
 
@@ -145,7 +151,7 @@ class MedusaProposer:
         """A tree below the root."""
         logits_BDV = self.head.logits(self._hidden_BH, self.max_depth)
         noise = None if noise_BDV is None else noise_BDV[:, : self.max_depth].index_select(-1, self._ids)
-        return self._tree(root_B, sampler.scores(logits_BDV, noise, ids_V=self._ids))
+        return self._tree(root_B, sampler.scores(logits_BDV, noise, ids_V=self._ids), sampler)
 
     def follow(self, shape: StaticTree) -> None:
         """Draft trees of this shape in all rounds, as the paper does. Raises UserError for one that is too deep or too wide."""
@@ -155,12 +161,12 @@ class MedusaProposer:
         self._shape = shape.on(self._ids.device)
         self.max_depth, self.num_nodes, self.topk = shape.max_depth, shape.num_nodes, shape.topk
 
-    def _tree(self, root_B: Tensor, scores_BDV: Tensor) -> DraftTree:
+    def _tree(self, root_B: Tensor, scores_BDV: Tensor, sampler: Sampler) -> DraftTree:
         if self._shape is not None:
             return self._shape.fill_by_depth(root_B, self._ids[scores_BDV.topk(self.topk, dim=-1).indices])
         if self.topk == 1:
             return DraftTree.chain(torch.cat([root_B.unsqueeze(1), self._ids[scores_BDV.argmax(-1)]], dim=1))
-        values_BDK, index_BDK = scores_BDV.log_softmax(-1).topk(self.topk, dim=-1)
+        values_BDK, index_BDK = self.temperatures.log_p_by_depth(scores_BDV, sampler).topk(self.topk, dim=-1)
         return best_first(root_B, self._ids[index_BDK], values_BDK, self.num_nodes - 1)
 
 

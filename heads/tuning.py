@@ -5,9 +5,9 @@
     tuning.num_speculative_tokens                   # the best length of a chain, for engines that draft chains
 
 Keys of the file: `schema`, `device`, `dtype`, `target` (fingerprint), `decode` (keys as a recipe's section `decode`), `num_speculative_tokens`,
-`acceptance` ({temperature: [depth][rank] share of the judged places whose token was the candidate of that rank}), `confidence`
-({"temperatures": [..]}: by depth, what the draft's logits are to be divided by, so that its probabilities are those of acceptance), `measured` (what
-the choice rests on), `costs` (conditions of the cost model), `prompts` (suite, split, count, hash), `created`.
+`acceptance` ({temperature: [depth][rank] share of the judged places whose token was the candidate of that rank}; empty after a brief tuning),
+`confidence` ({"greedy": [..], "sampled": [..]}: by depth, what the draft's scores are divided by, so that its probabilities are those of acceptance),
+`measured` (what the choice rests on; `words` tells it), `costs` (conditions of the cost model), `prompts` (suite, split, count, hash), `created`.
 """
 
 from __future__ import annotations

@@ -277,6 +277,10 @@ class Decode(Section):
     threshold: Annotated[float, Bound(">", 0), Bound("<", 1)] | None = None  # of acceptance, below which confidence, entropy and predicted stop
     paths: list[Annotated[list[Count], Items()]] | None = None  # of a static tree: [0, 2] is the third-best child of the best; depth and nodes follow
 
+    # by depth, what the draft's scores are divided by where they rank a tree's nodes or end a chain, at temperature 0 and above; null: 1
+    greedy_temperatures: Annotated[list[Positive], Items()] | None = None
+    sampled_temperatures: Annotated[list[Positive], Items()] | None = None
+
     @property
     def num_nodes(self) -> int:
         """Draft nodes a round, root not counted, with null resolved."""
@@ -333,8 +337,13 @@ class Eval(Section):
     floor: bool = True  # measure prompt lookup beside it: what costs nothing
     others: Annotated[list[Text], Items(0, distinct=True)] = field(default_factory=list)  # drafters measured beside it: [free], say
     costs: bool = True  # fit the cost model: what limits the speed-up
+    tune: bool = False  # choose the draft for this machine on the development prompts before the final evaluation, which then ignores decode
     bootstrap: Size = 2000  # resamples behind the intervals
     seed: Seed = 0
+
+    def check_together(self) -> None:
+        if self.tune and self.rule not in ("shared_noise", "greedy"):
+            raise misfit("eval.tune", f"false, as drafts are chosen for the rule shared_noise, and eval.rule is {self.rule}", self.tune)
 
 
 @dataclass(frozen=True, kw_only=True)

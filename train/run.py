@@ -25,10 +25,13 @@ from ..eval.evaluation import evaluate_drafter, settings_of
 from ..eval.report import read_report, terminal_table, write_report
 from ..eval.schema import Report
 from ..eval.suites import load_suite
+from ..eval.tune import tune_briefly
 from ..heads.export.common import DRAFT_MODEL, PARD, TargetFacts
 from ..heads.export.write import check_export, export, loader_of, read_tuning, source_of
 from ..heads.registry import METHODS, Drafter, head_config, open_drafter
-from ..recipes.schema import DrafterRecipe, TargetRecipe, load_recipe
+from ..heads.tuning import Tuning, write_tuning
+from ..heads.tuning import read_tuning as read_tuned
+from ..recipes.schema import Decode, DrafterRecipe, TargetRecipe, load_recipe
 from . import tuning
 from .acceptance import add_predictor
 from .calibration import calibrate_drafter
@@ -169,12 +172,13 @@ def _conclude(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, tar
     if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
         target = load_whole(recipe, str(accelerator.device))
     calibrate_drafter(recipe, folder / "drafter", target)
+    decode, tuned = (recipe.decode, None) if not recipe.eval.tune else _tune(recipe, folder / "drafter", target)
     if (folder / "eval" / "report.json").is_file():  # the run was cut off after it
         report = read_report(folder / "eval" / "report.json")
         drafter, contract = open_drafter(folder / "drafter", target)
     else:
-        report, drafter, contract = _measure(recipe, folder, target, figures)
-    _record_acceptance(recipe, folder / "drafter", target, drafter)
+        report, drafter, contract = _measure(recipe, folder, target, figures, decode, tuned)
+    _record_acceptance(recipe, folder / "drafter", target, drafter, decode)
     if recipe.export.formats:
         source = source_of(drafter, contract, target, tuning=read_tuning(folder / "drafter"))
         for name in recipe.export.formats:
@@ -196,16 +200,19 @@ def make_objective(recipe: DrafterRecipe) -> Objective:
     return OBJECTIVES[name].of(recipe.objective.settings)
 
 
-def _measure(recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any]) -> tuple[Report, Drafter, dict[str, Any]]:
+def _measure(
+    recipe: DrafterRecipe, folder: Path, target: Target, figures: dict[str, Any], decode: Decode, tuned: Tuning | None
+) -> tuple[Report, Drafter, dict[str, Any]]:
     """The evaluation that follows every training: (report, which is written, drafter, contract)."""
     with progress_bar(True) as bar:
         task = bar.add_task("evaluation", total=recipe.eval.num_prompts, note="")
         measured = evaluate_drafter(
             target,
             folder / "drafter",
-            recipe.decode,
+            decode,
             recipe.eval,
             training=figures,
+            tuned=tuned,
             progress=lambda label, done, every: bar.update(task, completed=done, total=every, note=label),
         )
     write_report(measured[0], folder / "eval")
@@ -228,13 +235,26 @@ def exported_as(recipe: DrafterRecipe) -> str:
     return PARD if part.method == DRAFT_MODEL and part.block_size is not None else part.method
 
 
-def _record_acceptance(recipe: DrafterRecipe, folder: Path, target: Target, drafter: Any) -> None:
+def _tune(recipe: DrafterRecipe, folder: Path, target: Target) -> tuple[Decode, Tuning]:
+    """The draft for this machine, chosen on development prompts; done once, as the drafter's folder keeps it."""
+    tuned = read_tuned(folder)
+    if tuned is None:
+        with progress_bar(True) as bar:
+            task = bar.add_task("draft for this machine", total=None, note="")
+            tuned = tune_briefly(target, folder, recipe.eval, recipe.decode, lambda what: bar.update(task, note=what))
+        write_tuning(folder, tuned)
+    for line in tuned.measured["words"]:
+        console.print(line, soft_wrap=True, highlight=False)
+    return Decode(**tuned.decode), tuned
+
+
+def _record_acceptance(recipe: DrafterRecipe, folder: Path, target: Target, drafter: Any, decode: Decode) -> None:
     """What `draftsmith check --measure` compares with later: the acceptance on the development prompts."""
     assert target.tokenizer is not None
     part = recipe.eval
     suite = load_suite(part.suite, part.dev_prompts, split="dev", prompt_chars=part.prompt_chars, seed=part.seed)
     prompts = [render_prompt(target.tokenizer, messages) for messages in suite.prompts]
-    write_acceptance(folder, measure_acceptance(target, drafter, recipe.decode, prompts, part.temperatures, part.dev_tokens, part.seed))
+    write_acceptance(folder, measure_acceptance(target, drafter, decode, prompts, part.temperatures, part.dev_tokens, part.seed))
 
 
 def _finish(report: Report, folder: Path) -> int:

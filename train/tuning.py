@@ -23,6 +23,8 @@ def check(recipe: DrafterRecipe, objective: Objective) -> None:
         return
     if not objective.tunes_target:
         raise UserError(f"adapter.rank: wanted null, as the objective {objective.name} leaves the target as it is, got {part.rank}")
+    if recipe.eval.tune:
+        raise UserError("eval.tune: wanted false, as the evaluation needs the target without the adapter first, got true; draftsmith tune does it")
     if recipe.train.keep_features_gib:
         raise UserError(
             f"train.keep_features_gib: wanted 0, as features of a target that is trained do not keep, got {recipe.train.keep_features_gib:g}"
