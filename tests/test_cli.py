@@ -25,6 +25,7 @@ SMALL = [
     "eval.max_new_tokens=16",
     "eval.bootstrap=50",
     "eval.costs=false",  # measured by the tests of the evaluation
+    "eval.tune=false",  # takes longer than such a training; one run does it
     "eval.threads=1",  # measuring the best number takes long where other tests run beside
 ]
 
@@ -37,8 +38,9 @@ def draftsmith(*arguments: str, module: str = "draftsmith", launcher: tuple[str,
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "r"
-    done = draftsmith("train", "quickstart/eagle3", f"out={folder}", *SMALL)
+    done = draftsmith("train", "quickstart/eagle3", f"out={folder}", *SMALL, "eval.tune=true")
     assert done.returncode == 0, done.stderr
+    assert "draft chosen for this machine" in " ".join(done.stdout.split())
     assert "PASS" in done.stdout and "report.html" in done.stdout
     return folder
 
@@ -49,6 +51,10 @@ def test_a_run_leaves_what_the_plan_promises(run_folder: Path) -> None:
     for row in report["results"]:
         assert row["lossless"]["status"] == "pass" and row["lossless"]["identical"] == row["lossless"]["checked"] == 3
         assert row["tau"] >= 1 and row["tokens_per_second"]["eager"] > 0
+    tuned = json.loads((run_folder / "drafter" / "tuning.json").read_text())
+    assert report["drafter"]["choice"] == tuned["measured"]["words"] and tuned["prompts"]["split"] == "dev"
+    recorded = json.loads((run_folder / "drafter" / "acceptance.json").read_text())
+    assert recorded["decode"].get("greedy_temperatures") == tuned["decode"].get("greedy_temperatures")  # check measures the chosen draft
     names = {str(path.relative_to(run_folder)) for path in run_folder.rglob("*") if path.is_file()}
     wanted = {"recipe.yaml", "provenance.json", "metrics.jsonl", "drafter/config.json", "drafter/model.safetensors", "drafter/contract.json"}
     assert wanted | {"eval/report.md", "eval/report.html", "export/vllm/model.safetensors"} <= names and not any("partial" in name for name in names)
@@ -60,7 +66,7 @@ def test_a_second_run_skips_what_is_done(run_folder: Path) -> None:
     """A run that was cut off behind its report makes the rest."""
     before = (run_folder / "eval" / "report.json").stat().st_mtime_ns
     shutil.rmtree(run_folder / "export")
-    done = draftsmith("train", "quickstart/eagle3", f"out={run_folder}", *SMALL)
+    done = draftsmith("train", "quickstart/eagle3", f"out={run_folder}", *SMALL, "eval.tune=true")
     assert done.returncode == 0 and "report.html" in done.stdout
     assert (run_folder / "eval" / "report.json").stat().st_mtime_ns == before and (run_folder / "export" / "vllm" / "config.json").is_file()
 

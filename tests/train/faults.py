@@ -34,6 +34,7 @@ RECIPE = [
     "train.keep_last=3",
     "eval.every=10",
     "eval.dev_prompts=2",
+    "eval.tune=false",
     "eval.dev_tokens=8",
     "eval.num_prompts=1",
     "eval.max_new_tokens=8",

@@ -31,6 +31,7 @@ SMALL = [
     "train.keep_features_gib=0",
     "eval.every=2",
     "eval.dev_prompts=1",
+    "eval.tune=false",
     "eval.dev_tokens=4",
     "eval.num_prompts=1",
     "eval.max_new_tokens=4",
