@@ -117,7 +117,7 @@ def eval_command(
     from .decode.target import Target
     from .eval.drafting import decode_settings
     from .eval.evaluation import evaluate_drafter
-    from .eval.harness import device_name
+    from .eval.machine import device_name
     from .eval.report import terminal_table, write_report
     from .heads.tuning import read_tuning
     from .recipes.schema import Eval, TargetRef
@@ -248,7 +248,7 @@ def tune(
 
     from .decode.prompts import render_prompt
     from .decode.target import Target
-    from .eval.harness import Settings, choose_threads
+    from .eval.machine import choose_threads
     from .eval.suites import load_suite
     from .eval.tune import TuneSettings
     from .eval.tune import tune as find
@@ -268,7 +268,7 @@ def tune(
     loaded = Target.load(TargetRef(path=target).location)
     head, contract = open_drafter(folder, loaded)
     _use_template(loaded, contract, template)
-    choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), Settings(threads=threads))
+    choose_threads(loaded, render_prompt(loaded.tokenizer, prompts.prompts[0]), threads)
     settings = TuneSettings(
         temperatures=temperatures,
         max_new_tokens=max_new_tokens,
@@ -416,7 +416,7 @@ def generate(
     from .decode.sampling import SamplingParams
     from .decode.target import Target
     from .eval.drafting import decode_settings, make_proposer
-    from .eval.harness import device_name
+    from .eval.machine import device_name
     from .heads.registry import open_drafter
     from .heads.tuning import read_tuning
     from .recipes.schema import TargetRef

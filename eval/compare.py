@@ -18,8 +18,9 @@ import rich.box
 import rich.table
 
 from .. import UserError
-from .report import ABSENT, FAIL, read_report
+from .report import read_report
 from .schema import Report, Row
+from .wording import ABSENT, FAIL
 
 Z95 = 1.959964  # two-sided 95 % of the normal law
 

@@ -36,8 +36,8 @@ from ..decode.target import Target
 from ..heads.registry import open_drafter
 from ..heads.standalone import Standalone, early_exit
 from ..recipes.schema import TargetRef
-from .harness import Settings, choose_threads, short_name
 from .latency import verify_latencies
+from .machine import choose_threads, short_name
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import load_suite
 
@@ -217,7 +217,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         draft = early_exit(target, range(max(1, target.num_layers // 6)))
     if options.compile:
         target.compile()
-    threads = choose_threads(target, prompts[0], Settings())
+    threads = choose_threads(target, prompts[0], None)
     result = bench(target, draft, prompts, tokens=options.max_new_tokens, depth=options.depth, lookup=options.lookup, repeats=options.repeats)
     return result | {
         "hardware": {

@@ -25,9 +25,11 @@ from ..recipes.schema import Decode, Eval
 from .cost_model import LONGEST, Condition, CostModel, explain, fit
 from .drafting import for_any, make_proposer, plain
 from .drift import measure_drift, original_outputs
-from .harness import Measured, Progress, Settings, build_report, choose_threads, evaluate
+from .harness import Measured, Progress, build_report, evaluate
 from .latency import BUCKETS, Shape, fit_and_test, shapes_around, verify_latencies
+from .machine import choose_threads
 from .memory import MIB, drafter_bytes
+from .runs import Settings
 from .schema import CostReport, Drift, Limits, Prediction, Report, Row
 from .suites import Suite, load_suite
 
@@ -117,7 +119,7 @@ def run_evaluation(
     beside = _beside(target, drafter, part, others or {})
     # A draft that it cannot make is found out before anything is measured.
     make_proposer(drafter, plain(decode), target, prompt, settings.rule)
-    threads = choose_threads(target, prompt, settings)
+    threads = choose_threads(target, prompt, settings.threads)
     proposer = make_proposer(drafter, decode, target, prompt, settings.rule)
     measured = evaluate(
         target,

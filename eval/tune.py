@@ -34,8 +34,8 @@ from ..heads.tuning import Tuning
 from ..recipes.schema import Decode, Eval
 from .cost_model import Condition, CostModel, fit
 from .drafting import decode_settings, make_proposer
-from .harness import Settings, choose_threads, device_name
 from .latency import BUCKETS, Clock, Shape, round_latencies, verify_latencies
+from .machine import choose_threads, device_name
 from .stats import Interval, expanded_tail
 from .suites import Suite, load_suite
 from .survey import Offer, calibrate, plain_texts, rounds_of, survey
@@ -536,7 +536,7 @@ def tune_briefly(target: Target, folder: Path, part: Eval, default: Decode, prog
     suite = load_suite(part.suite, min(BRIEF_PROMPTS, part.dev_prompts), split="dev", prompt_chars=part.prompt_chars, seed=part.seed)
     drafter, _ = open_drafter(folder, target)
     assert target.tokenizer is not None
-    choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), Settings(threads=part.threads))
+    choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), part.threads)
     settings = TuneSettings(
         temperatures=part.temperatures, max_new_tokens=part.dev_tokens, static=False, deepest=6, most_nodes=31, timed_prompts=4, timed_tokens=32,
         repeats=2, seed=part.seed,

@@ -19,7 +19,9 @@ from draftsmith.decode.tree import DraftTree
 from draftsmith.decode.verify import Verdict, path_to
 from draftsmith.eval import baselines, harness
 from draftsmith.eval.evaluation import run_evaluation
-from draftsmith.eval.harness import Settings, audit, evaluate
+from draftsmith.eval.gate import audit
+from draftsmith.eval.harness import evaluate
+from draftsmith.eval.runs import Settings
 from draftsmith.eval.schema import Row
 from draftsmith.heads.standalone import Standalone
 from draftsmith.recipes.schema import Decode, Eval

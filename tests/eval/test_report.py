@@ -18,7 +18,12 @@ from draftsmith.decode.free import PromptLookup
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
 from draftsmith.eval import harness
-from draftsmith.eval.report import read_report, render_html, render_markdown, terminal_table, write_report
+from draftsmith.eval.gate import kernel_bound, score_gap
+from draftsmith.eval.machine import choose_threads
+from draftsmith.eval.markdown import render_markdown
+from draftsmith.eval.page import render_html
+from draftsmith.eval.report import read_report, terminal_table, write_report
+from draftsmith.eval.runs import Settings
 from draftsmith.eval.schema import CostReport, Limits, Prediction, Report
 from draftsmith.eval.suites import load_suite
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
@@ -41,7 +46,7 @@ def head_of(target: Target) -> Eagle3:
 @pytest.fixture(scope="module")
 def report(target: Target) -> Report:
     suite = load_suite("stdlib", 3, split="test")
-    settings = harness.Settings(temperatures=(0.0, 1.0), max_new_tokens=16, bootstrap=50)
+    settings = Settings(temperatures=(0.0, 1.0), max_new_tokens=16, bootstrap=50)
     measured = harness.evaluate(target, head_of(target).proposer(depth=2), suite, settings, others={"prompt_lookup": PromptLookup(3)})
     return harness.build_report(target, {"method": "eagle3"}, suite, settings, measured, None, {"threads": 1})
 
@@ -148,18 +153,18 @@ def test_the_gate_fails_when_verification_is_broken(target: Target, monkeypatch:
         return out
 
     monkeypatch.setattr(Engine, "generate", broken)
-    settings = harness.Settings(temperatures=(1.0,), max_new_tokens=12, bootstrap=50, eager=False)
+    settings = Settings(temperatures=(1.0,), max_new_tokens=12, bootstrap=50, eager=False)
     rows = harness.evaluate(target, head_of(target).proposer(depth=2), load_suite("stdlib", 2, split="test"), settings).rows
     assert rows[0].lossless.status == "fail" and rows[0].lossless.identical == 0
 
 
 def test_a_near_tie_is_measured_not_assumed(target: Target) -> None:
     prompt = list(range(20, 40))
-    bound = harness.kernel_bound(target, prompt, 6)
+    bound = kernel_bound(target, prompt, 6)
     assert 0 <= bound < 1e-2
     best = Engine(target).generate([prompt], SamplingParams(), 2).tokens[0]
-    assert harness.score_gap(target, prompt, best[:1], best[1], best[1], SamplingParams()) == 0
-    assert harness.score_gap(target, prompt, best[:1], best[1], (best[1] + 1) % 2048, SamplingParams()) > bound
+    assert score_gap(target, prompt, best[:1], best[1], best[1], SamplingParams()) == 0
+    assert score_gap(target, prompt, best[:1], best[1], (best[1] + 1) % 2048, SamplingParams()) > bound
 
 
 def test_the_schema_page_names_every_key(report: Report) -> None:
@@ -182,8 +187,8 @@ def test_the_schema_page_names_every_key(report: Report) -> None:
 def test_prompts_that_are_not_timed_count_for_gate_and_tau(target: Target) -> None:
     suite, head = load_suite("stdlib", 5, split="test"), head_of(target)
     settings: dict[str, Any] = {"temperatures": (1.0,), "max_new_tokens": 12, "bootstrap": 50, "eager": False}
-    whole = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings)).rows
-    split = harness.evaluate(target, head.proposer(depth=2), suite, harness.Settings(**settings, timed_prompts=2, gate_batch=2)).rows
+    whole = harness.evaluate(target, head.proposer(depth=2), suite, Settings(**settings)).rows
+    split = harness.evaluate(target, head.proposer(depth=2), suite, Settings(**settings, timed_prompts=2, gate_batch=2)).rows
     assert split[0].lossless == whole[0].lossless and split[0].lossless.checked == 5
     for name in ("tau", "tau_ci", "tokens", "rounds", "accepted_length_histogram", "acceptance_rate", "tau_by_output_position"):
         assert getattr(split[0], name) == getattr(whole[0], name), name
@@ -193,10 +198,10 @@ def test_the_thread_count_is_measured_or_taken_as_given(target: Target) -> None:
     before = torch.get_num_threads()
     try:
         prompt = list(range(5, 20))
-        measured = harness.choose_threads(target, prompt, harness.Settings(), steps=2)
+        measured = choose_threads(target, prompt, None, steps=2)
         costs = measured["thread_calibration_ms"]
         assert str(measured["threads"]) == min(costs, key=lambda n: costs[n]) and set(costs) >= {"1", str(os.cpu_count())}
         assert torch.get_num_threads() == measured["threads"]
-        assert harness.choose_threads(target, prompt, harness.Settings(threads=1)) == {"threads": 1} and torch.get_num_threads() == 1
+        assert choose_threads(target, prompt, 1) == {"threads": 1} and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

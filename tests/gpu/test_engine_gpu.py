@@ -12,7 +12,8 @@ from draftsmith.decode.engine import Engine, _Stages
 from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.sampling import SamplingParams, gumbel_noise
 from draftsmith.decode.target import Target
-from draftsmith.eval.harness import Settings, evaluate
+from draftsmith.eval.harness import evaluate
+from draftsmith.eval.runs import Settings
 from draftsmith.eval.suites import load_suite
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
 from draftsmith.heads.standalone import Standalone, early_exit

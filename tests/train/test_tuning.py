@@ -13,8 +13,11 @@ from draftsmith.decode.prompts import render_prompt
 from draftsmith.decode.target import Target
 from draftsmith.eval.compare import read_entry
 from draftsmith.eval.drift import measure_drift, original_outputs
-from draftsmith.eval.report import drift_sentence, read_report, render_html, render_markdown
+from draftsmith.eval.markdown import render_markdown
+from draftsmith.eval.page import render_html
+from draftsmith.eval.report import read_report
 from draftsmith.eval.suites import load_suite
+from draftsmith.eval.wording import drift_sentence
 from draftsmith.heads.registry import load_drafter
 from draftsmith.recipes.schema import DrafterRecipe, TargetRef, load_recipe
 from draftsmith.train import tuning
