@@ -77,11 +77,13 @@ class Step:
     """One forward pass: hidden_BNH after the final norm, taps_BNF the tapped layers side by side in ascending order (None without taps).
 
     topk: what was saved of the target's distributions in place of hidden_BNH, which may then have width 0 (only in training).
+    best_BN: the likeliest next tokens, if they were kept (only in training).
     """
 
     hidden_BNH: Tensor
     taps_BNF: Tensor | None
     topk: TopK | None = None
+    best_BN: Tensor | None = None
 
 
 class Target:
@@ -209,23 +211,35 @@ class Target:
 
         ids_V: only of these tokens, which costs as much less as they are fewer. None: of all.
         """
-        logits = self._products(hidden, ids_V)
-        if (scaling := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / scaling
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return self.reader(ids_V)(hidden)
 
-    def _products(self, hidden: Tensor, ids_V: Tensor | None) -> Tensor:
+    def reader(self, ids_V: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """`logits` of these tokens as a function of hidden states: what it needs of the output layer is gathered once."""
+        products = self._products(ids_V)
+
+        def read(hidden: Tensor) -> Tensor:
+            logits = products(hidden)
+            if (scaling := getattr(self.config, "logits_scaling", None)) is not None:
+                logits = logits / scaling
+            if (scale := getattr(self.config, "logit_scale", None)) is not None:
+                logits = logits * scale
+            if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+                logits = torch.tanh(logits / cap) * cap
+            return logits
+
+        return read
+
+    def _products(self, ids_V: Tensor | None) -> Callable[[Tensor], Tensor]:
         if ids_V is not None and len(ids_V) < self.vocab_size and type(self.lm_head) is nn.Linear:
-            bias = self.lm_head.bias
-            rows = linear(hidden, self.lm_head.weight[ids_V])
-            return rows if bias is None else rows + bias[ids_V]
+            rows_VH, bias = self.lm_head.weight[ids_V], None if self.lm_head.bias is None else self.lm_head.bias[ids_V]
+            return lambda hidden: linear(hidden, rows_VH) if bias is None else linear(hidden, rows_VH) + bias
         plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
-        logits: Tensor = linear(hidden, self.lm_head.get_parameter("weight")) if plain else self.lm_head(hidden)
-        return logits if ids_V is None else logits[..., ids_V]
+
+        def whole(hidden: Tensor) -> Tensor:
+            logits: Tensor = linear(hidden, self.lm_head.get_parameter("weight")) if plain else self.lm_head(hidden)
+            return logits if ids_V is None else logits[..., ids_V]
+
+        return whole
 
     def features(self, ids_BT: Tensor, position_BT: Tensor, document_BT: Tensor, *, gradient: bool = False) -> Step:
         """One causal pass without a cache. Tokens attend within their own document (ids >= 0; -1 is padding) only."""

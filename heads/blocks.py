@@ -262,6 +262,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up. For the backward pass it keeps these two, and forms silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Of one shape."""
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """By gate, and by up."""
+        gate, up = ctx.saved_tensors
+        by_gate: Tensor = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return by_gate, functional.silu(gate).mul_(grads[0])
+
+
 class MLP(nn.Module):
     """Llama's gated MLP."""
 
@@ -272,7 +289,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-untyped-call]
         return out
 
 

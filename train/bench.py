@@ -4,7 +4,9 @@
     python -m draftsmith.train.bench --seq 2048 --hidden 4096 --vocab 128256 --draft-vocab 32000 --steps 3 --dtype bfloat16 --repeats 1
 
 What the target would compute in its layers is given; the logits that the drafter is judged by are formed from its last hidden states and a random
-lm_head, as in training, and are counted. Sizes that are not given have the proportions of Llama-3.1-8B.
+lm_head, as in training, and are counted. Its greedy choices, which tell what lies outside the draft vocabulary, are given too, as they are from a
+sequence's second epoch on (`train.keep_features_gib`); with --first-epoch they are formed from the logits of the whole vocabulary, and that is
+counted. Sizes that are not given have the proportions of Llama-3.1-8B.
 
 Keys of the JSON: `tokens_per_s` (of the fastest repeat: what else runs slows the others), `tokens_per_s_median`, `tokens_per_cpu_s` (by processor
 time); `peak_rss_gib`, of the whole process, `peak_rss_above_bare_gib`, less what it held when everything was imported and nothing made, on a GPU
@@ -32,7 +34,7 @@ from .. import UserError, __version__
 from ..decode.target import Step, Target
 from ..heads.registry import METHODS, new_head
 from .objectives import OBJECTIVES
-from .objectives.common import Batch
+from .objectives.common import Batch, greedy_choices
 
 _LAYERS = 32
 
@@ -109,6 +111,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     position = torch.arange(options.seq, device=device).expand(shape)
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), position, torch.zeros_like(ids))
     given_step = features(target, ids.roll(-1, 1), len(drafter.taps))
+    if not options.first_epoch:
+        given_step.best_BN = greedy_choices(target, given_step.hidden_BNH.flatten(0, 1)).view(ids.shape)
     seconds, busy, loss = [], [], torch.zeros(())
     for _ in range(options.repeats + options.warmup):
         _synchronise(device)
@@ -169,6 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="unrolled steps; default: the objective's own")
     parser.add_argument("--loss", help="default: the objective's own")
     parser.add_argument("--chunk-tokens", type=int, help="places whose logits are held at once; default: the objective's own")
+    parser.add_argument("--first-epoch", action="store_true", help="form the target's greedy choices in every step")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=5, help="timed training steps")
@@ -176,7 +181,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
         least = 0 if name == "warmup" else 1
-        if isinstance(value, int) and value < least:
+        if type(value) is int and value < least:
             raise UserError(f"--{name.replace('_', '-')}: wanted at least {least}, got {value}")
     options.draft_vocab = options.draft_vocab or options.vocab
     options.intermediate = options.intermediate or options.hidden * 7 // 2

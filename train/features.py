@@ -18,7 +18,7 @@ from ..heads.draft_model import DraftModel
 from ..heads.registry import METHODS, known_settings
 from ..recipes.schema import DrafterRecipe
 from .data import Sequences
-from .objectives.common import Batch, Objective
+from .objectives.common import Batch, Objective, greedy_choices, judged
 from .ring import Ring
 from .store import Saved, Store, StoredFeatures, recognise
 from .stream import Stream
@@ -37,12 +37,13 @@ class FeatureSource(Protocol):
 class Features:
     """The target's features of batches. Each sequence's are kept, up to `limit` bytes, so that later epochs do without the target's forward pass.
 
+    choices: keep its greedy choices too, where they judge anything, so that later epochs do without the logits of the whole vocabulary.
     The target must have the taps set that were set when the first sequence was kept. What is kept lies on the target's device.
     """
 
-    def __init__(self, target: Target, limit: int = 0) -> None:
-        self.target, self.limit, self.bytes = target, limit, 0
-        self._kept: dict[int, list[Tensor]] = {}  # last hidden states, and taps if there are any
+    def __init__(self, target: Target, limit: int = 0, choices: bool = False) -> None:
+        self.target, self.limit, self.choices, self.bytes = target, limit, choices, 0
+        self._kept: dict[int, dict[str, Tensor]] = {}  # by the names of Step's fields
         self._taps: tuple[int, ...] | None = None
 
     def of(self, batch: Batch) -> Step:
@@ -50,17 +51,22 @@ class Features:
         if self.limit and batch.sequence_B is not None and all(i in self._kept for i in batch.sequence_B):
             assert self.target.taps == self._taps, "the taps changed"
             rows = [self._kept[i] for i in batch.sequence_B]
-            hidden, *taps = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
-            return Step(hidden, taps[0] if taps else None)
+            kept = {name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
+            return Step(kept["hidden_BNH"], kept.get("taps_BNF"), best_BN=kept.get("best_BN"))
         step = self.target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         if self.limit and batch.sequence_B is not None:
             self._taps = self.target.taps
+            if self.choices:
+                place_N = judged(batch, 0).flatten().nonzero().squeeze(1)
+                step.best_BN = torch.zeros_like(batch.ids_BT, device=step.hidden_BNH.device)
+                step.best_BN.view(-1)[place_N] = greedy_choices(self.target, step.hidden_BNH.flatten(0, 1)[place_N])
             for row, index in enumerate(batch.sequence_B):
                 length = int((batch.document_BT[row] >= 0).sum())
-                parts = [part[row, :length].clone() for part in (step.hidden_BNH, step.taps_BNF) if part is not None]
-                size = sum(part.numel() * part.element_size() for part in parts)
+                parts = {name: getattr(step, name) for name in ("hidden_BNH", "taps_BNF", "best_BN")}
+                kept = {name: part[row, :length].clone() for name, part in parts.items() if part is not None}
+                size = sum(part.numel() * part.element_size() for part in kept.values())
                 if index not in self._kept and self.bytes + size <= self.limit:
-                    self._kept[index] = parts
+                    self._kept[index] = kept
                     self.bytes += size
         return step
 
@@ -128,7 +134,8 @@ def make_features(
         layers = layers_read(recipe, objective, taps, target.num_layers)
         texts = [sample.ids for sample in sequences]
         return stream, StoredFeatures(Store(recipe.features_folder), target, layers, texts, data_settings(recipe), logits=part.logits)
-    return stream, Features(target, int(recipe.train.keep_features_gib * 2**30))
+    choices = recipe.drafter.draft_vocab_size is not None and recipe.drafter.method != DraftModel.method
+    return stream, Features(target, int(recipe.train.keep_features_gib * 2**30), choices)
 
 
 def layers_read(recipe: DrafterRecipe, objective: Objective, taps: Sequence[int], num_layers: int) -> list[int]:

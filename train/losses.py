@@ -24,8 +24,10 @@ from torch import Tensor
 from .. import UserError
 from ..decode.halves import fast_dtype, row_parts
 
-# On a CPU a chunk of logits that fits into the cache is passed over faster, but with few tokens matrix products are slow.
+# On a CPU a chunk of logits that fits into the cache is passed over faster, but with few tokens matrix products are slow. So products take this many
+# tokens, and what is done token by token takes as many of them at once as one core's own cache holds.
 _CPU_CHUNK_BYTES, _CPU_CHUNK_TOKENS = 2**24, 512
+_CPU_CORE_BYTES, _CPU_CORE_TOKENS = 2**19, 8
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class Loss(ABC):
         """[...] the loss of logits [..., V] and p [..., V], written out; differentiable."""
 
     def gradient(self, logits_CV: Tensor, probs_CV: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss [C], its gradient with respect to the logits [C, V]), free of NaN. May overwrite logits_CV."""
+        """(loss [C], its gradient with respect to the logits [C, V]), free of NaN. May overwrite logits_CV, and give the gradient there."""
         with torch.enable_grad():
             leaf = logits_CV.detach().requires_grad_()
             loss_C = self.plain(leaf, probs_CV)
@@ -75,7 +77,7 @@ class CrossEntropy(Loss):
         # log sum exp z - p . z, the former read off the largest logit and its q: fewer passes than by log q.
         top_C, dot_C = logits_CV.amax(-1), torch.linalg.vecdot(probs_CV, logits_CV)
         q_CV = logits_CV.softmax(-1)
-        return top_C - q_CV.amax(-1).log() - dot_C, q_CV.sub_(probs_CV)
+        return top_C - q_CV.amax(-1).log() - dot_C, torch.sub(q_CV, probs_CV, out=logits_CV)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +340,20 @@ class _Output:
         return total
 
 
+def _in_place(loss: Loss, logits_CV: Tensor, probs_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """`loss.gradient`; on a CPU some tokens at a time, and the gradient in place of the logits."""
+    if logits_CV.device.type != "cpu":
+        return loss.gradient(logits_CV, probs_CV)
+    rows = max(_CPU_CORE_TOKENS, _CPU_CORE_BYTES // (logits_CV.element_size() * logits_CV.shape[1]))
+    losses = []
+    for logits_RV, probs_RV in zip(torch.split(logits_CV, rows), torch.split(probs_CV, rows), strict=True):
+        loss_R, gradient_RV = loss.gradient(logits_RV, probs_RV)
+        if gradient_RV.data_ptr() != logits_RV.data_ptr():
+            logits_RV.copy_(gradient_RV)
+        losses.append(loss_R)
+    return torch.cat(losses), logits_CV
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """sum of weights * loss; the gradients are formed chunk by chunk in the forward pass, and summed at least in float32."""
 
@@ -365,18 +381,19 @@ class _ChunkedLoss(torch.autograd.Function):
                 dead = torch.tensor([n for n, kept in enumerate(live[step][start:stop]) if not kept], dtype=torch.int64, device=hidden_CH.device)
                 hidden_CH = hidden_CH.index_fill(0, dead, 0) if len(dead) else hidden_CH  # whatever stands there, NaN too
                 with torch.autocast(hidden_SNH.device.type, enabled=False):
-                    loss_C, grad_CV = loss.gradient(output.logits(hidden_CH, buffer_CV[: stop - start]).to(wide), target_CV)
-                    grad_CV.mul_(weight_C.unsqueeze(1))
+                    loss_C, grad_CV = _in_place(loss, output.logits(hidden_CH, buffer_CV[: stop - start]).to(wide), target_CV)
                     if len(dead):
                         loss_C, grad_CV = loss_C.index_fill(0, dead, 0), grad_CV.index_fill_(0, dead, 0)
                     total += torch.dot(loss_C, weight_C)
                     grad_CV = grad_CV.to(output.dtype)
+                    # A token's weight goes to the narrow side of each product.
                     if grad_hidden is not None:
-                        grad_hidden[step, start:stop] = output.back(grad_CV)
+                        grad_hidden[step, start:stop] = output.back(grad_CV).mul_(weight_C.unsqueeze(1))
+                    weighed_CH = hidden_CH * weight_C.unsqueeze(1).to(output.dtype)
                     if grad_weight is not None and output.dtype == wide:
-                        grad_weight.addmm_(grad_CV.t(), hidden_CH)
+                        grad_weight.addmm_(grad_CV.t(), weighed_CH)
                     elif grad_weight is not None:
-                        grad_weight += grad_CV.t() @ hidden_CH
+                        grad_weight += grad_CV.t() @ weighed_CH
         ctx.gradients = [grad_hidden, None if grad_weight is None else grad_weight.to(weight_VH.dtype)]
         return total
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.heads.blocks import Documents, _flex_unrolled_attention, plain_unrolled_attention, unrolled_attention, within_documents
+from draftsmith.heads.blocks import MLP, Documents, _flex_unrolled_attention, plain_unrolled_attention, unrolled_attention, within_documents
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
 
@@ -94,3 +94,25 @@ def test_what_padding_holds_changes_nothing() -> None:
     for a, b in pairs:
         torch.testing.assert_close(a * real, b * real)
         assert bool(b.isfinite().all())
+
+
+def test_the_gated_mlp_equals_the_formula_and_keeps_three_of_its_four_inner_tensors() -> None:
+    torch.manual_seed(0)
+    mlp, x = MLP(6, 10).double(), torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    gate, up, down = (layer.weight for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    written_out = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    upstream = torch.randn_like(written_out)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = mlp(x)
+    inner = {tensor.data_ptr() for tensor in kept if tensor.shape[-1] == 10 and tensor.numel() == 150}
+    assert len(inner) == 3  # gate, up, and what the last product reads
+    torch.testing.assert_close(out, written_out)
+    want = torch.autograd.grad(written_out, [x, gate, up, down], upstream)
+    for a, b in zip(torch.autograd.grad(out, [x, gate, up, down], upstream), want, strict=True):
+        torch.testing.assert_close(a, b)

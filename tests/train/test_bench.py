@@ -37,6 +37,11 @@ def test_the_drafter_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[1] < 0.99 * losses[0]
 
 
+def test_choices_that_are_given_are_those_of_the_first_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    given, formed = (figures(capsys, *flags)["last_loss"] for flags in ([], ["--first-epoch"]))
+    assert given == formed
+
+
 def test_nearly_all_places_are_judged() -> None:
     """Else it would measure places that carry no loss: a random target's choices lie in the draft vocabulary as seldom as its size says."""
     torch.manual_seed(0)

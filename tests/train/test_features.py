@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from draftsmith.decode.target import Step, Target
+from draftsmith.heads.registry import new_head
 from draftsmith.recipes.schema import TargetRef
 from draftsmith.train.features import Features
+from draftsmith.train.objectives import common
+from draftsmith.train.objectives.common import judged
+from draftsmith.train.objectives.eagle3 import Eagle3Objective
 from draftsmith.train.stream import SequenceStream, Share
 from draftsmith.train.templates import Sample
+
+from ..heads.tiny import ragged, random_ids, tiny_target, whole
 
 
 def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +47,40 @@ def test_kept_features_are_the_computed_ones_and_within_the_limit(monkeypatch: p
     before = len(calls)
     plenty.of(next(stream)[0])
     assert len(calls) == before
+
+
+def test_kept_choices_are_those_that_the_logits_tell_and_change_no_loss() -> None:
+    """From the second epoch on an objective forms no logits of the whole vocabulary: it would fail here."""
+    target = tiny_target()
+    head = new_head("eagle3", target, {"draft_vocab_size": 60})
+    head.set_draft_vocabulary(torch.arange(20, 80), target)
+    target.set_taps(head.taps)
+    batch = dataclasses.replace(ragged(), sequence_B=[0, 1])
+    kept, objective = Features(target, 2**30, choices=True), Eagle3Objective(steps=2)
+    first = kept.of(batch)
+    want, _ = objective(head, head, target, batch, dataclasses.replace(first, best_BN=None))
+    again = kept.of(batch)
+    places = judged(batch, 0)
+    assert again.best_BN is not None and places.any() and not bool((again.best_BN == 0).all())
+    assert torch.equal(again.best_BN[places], target.logits(again.hidden_BNH)[places].argmax(-1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "greedy_choices", lambda *_: pytest.fail("formed again"))
+        got, _ = objective(head, head, target, batch, again)
+    torch.testing.assert_close(got, want)
+    known = head.t2d[again.best_BN[places]]
+    assert 0 < int(known.sum()) < len(known)  # else the draft vocabulary would decide nothing here
+
+
+def test_a_whole_draft_vocabulary_is_known_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, batch, looked_at = tiny_target(), whole(random_ids(4, 100)), list[int]()
+    head = new_head("eagle3", target, {})
+    target.set_taps(head.taps)
+    choose = common.greedy_choices
+
+    def counted(target: Target, features: torch.Tensor) -> torch.Tensor:
+        looked_at.append(len(features))
+        return choose(target, features)
+
+    monkeypatch.setattr(common, "greedy_choices", counted)
+    Eagle3Objective(steps=1)(head, head, target, batch)
+    assert looked_at == [256]  # what the metric looks at, of 392 places

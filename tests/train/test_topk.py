@@ -59,7 +59,7 @@ def test_few_tokens_saved_are_renormalised_and_the_rest_is_stated() -> None:
     logits = target.logits(step.hidden_BNH)
     step.topk = TopK.of(logits, 3)
     judged_SBT = batch.loss_BT.unsqueeze(0)
-    places = Places.of(judged_SBT, step, target, chunk=8)
+    places = Places.of(judged_SBT, step)
     for vocabulary in (ids_V, None):
         probs = places.probs(target, vocabulary, 0, len(places.place_N))
         for row, place in enumerate(places.place_N.tolist()):
@@ -71,6 +71,6 @@ def test_few_tokens_saved_are_renormalised_and_the_rest_is_stated() -> None:
             for column, mass in kept.items():
                 want[column] = mass / sum(kept.values())
             torch.testing.assert_close(probs[row], want, atol=1e-5, rtol=1e-4)
-            assert places.best_N[row] == best[0]
+            assert places.choices(target, torch.tensor([row])).item() == best[0]
             assert places.topk is not None
             assert float(places.topk.missing[row]) == pytest.approx(1 - sum(float(plain[token]) for token in best), abs=1e-5)

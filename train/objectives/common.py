@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -98,32 +99,50 @@ def judged(batch: Batch, back: int) -> Tensor:
     return judged_BT
 
 
+@torch.no_grad()
+def greedy_choices(target: Target, features_NH: Tensor) -> Tensor:
+    """[N] the target's likeliest tokens, from its last hidden states. On a CPU few logits are held at a time: they are looked at once."""
+    rows = 256 if features_NH.device.type == "cpu" else 1024
+    parts = [target.logits(part).argmax(-1) for part in torch.split(features_NH, rows)] if len(features_NH) else []
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=features_NH.device)
+
+
 @dataclass
 class Places:
     """The places of a batch that some step is judged at: N of them, numbered row * T + position (place_N).
 
-    judged_SN: by which steps. features_NH: the target's last hidden states there. best_N: its own greedy choices. topk: its likeliest tokens [N, K],
-    if they were saved in place of the hidden states; distributions are then of these tokens alone.
+    judged_SN: by which steps. features_NH: the target's last hidden states there. topk: its likeliest tokens [N, K], if they were saved in place of
+    the hidden states; distributions are then of these tokens alone. best_N: its own greedy choices, if they are known already.
     """
 
     place_N: Tensor
     judged_SN: Tensor
     features_NH: Tensor
-    best_N: Tensor
     topk: TopK | None = None
+    best_N: Tensor | None = None
+    _reader: tuple[Tensor | None, Callable[[Tensor], Tensor]] | None = None
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, judged_SBT: Tensor, step: Step, target: Target, chunk: int) -> Places:
-        """Find them; logits are formed `chunk` places at a time."""
+    def of(cls, judged_SBT: Tensor, step: Step) -> Places:
+        """Find them."""
         place_N = judged_SBT.any(0).flatten().nonzero().squeeze(1)
         judged_SN, features_NH = judged_SBT.flatten(1)[:, place_N], step.hidden_BNH.flatten(0, 1)[place_N]
         if step.topk is not None:
             topk = step.topk.flat(place_N)
-            return cls(place_N, judged_SN, features_NH, topk.ids[:, 0], topk)
-        chunks = torch.split(features_NH, chunk) if len(place_N) else ()
-        best_N = torch.cat([target.logits(part).argmax(-1) for part in chunks]) if chunks else place_N
-        return cls(place_N, judged_SN, features_NH, best_N)
+            return cls(place_N, judged_SN, features_NH, topk, topk.ids[:, 0])
+        return cls(place_N, judged_SN, features_NH, None, None if step.best_BN is None else step.best_BN.flatten()[place_N])
+
+    def known_N(self, drafter: Head, target: Target) -> Tensor:
+        """[N] whether the target's greedy choice is in the draft vocabulary. If that holds all tokens, no logits are formed to tell."""
+        if drafter.sizes.draft_vocab_size == drafter.sizes.target_vocab_size:
+            return torch.ones_like(self.place_N, dtype=torch.bool)
+        if self.best_N is None:
+            self.best_N = greedy_choices(target, self.features_NH)
+        return drafter.t2d[self.best_N]
+
+    def choices(self, target: Target, index: Tensor) -> Tensor:
+        """The target's greedy choices at some places, given by their numbers among these."""
+        return greedy_choices(target, self.features_NH[index]) if self.best_N is None else self.best_N[index]
 
     def gathered(self, hidden_SBT: list[Tensor], back: list[int]) -> Tensor:
         """[S, N, H] each step's hidden states at the places that predict what is judged here: place m - back[s]."""
@@ -137,7 +156,9 @@ class Places:
         """
         if self.topk is not None:
             return self.topk.flat(torch.arange(start, stop, device=self.place_N.device)).probs(ids_V, target.vocab_size)
-        return target.logits(self.features_NH[start:stop], ids_V).float().softmax(-1)
+        if self._reader is None or self._reader[0] is not ids_V:
+            self._reader = ids_V, target.reader(ids_V)
+        return self._reader[1](self.features_NH[start:stop]).float().softmax(-1)
 
     def metrics(self) -> dict[str, float]:
         """What is to be logged of the distributions: the mean probability of what was not saved, if not everything was."""

@@ -66,14 +66,14 @@ def judged_predictions(batch: Batch, anchors_BA: Tensor, valid_BA: Tensor, steps
     return place_BAS[:, :, first:], good.int().cumprod(2).bool()[:, :, first:]
 
 
-def places_of(place_X: Tensor, kept_X: Tensor, batch: Batch, step: Step, target: Target, chunk: int) -> tuple[Places, Tensor]:
-    """(the places that judge any prediction, the target's greedy choices at all places [B * T], 0 where none judges)."""
+def places_of(place_X: Tensor, kept_X: Tensor, batch: Batch, step: Step, drafter: Head, target: Target) -> tuple[Places, Tensor]:
+    """(the places that judge any prediction, which predictions are to be learned: those whose place's greedy choice the draft vocabulary has)."""
     judges_BT = torch.zeros_like(batch.loss_BT)
     judges_BT.view(-1)[place_X[kept_X]] = True
-    places = Places.of(judges_BT.unsqueeze(0), step, target, chunk)
-    best = torch.zeros_like(batch.ids_BT).view(-1)
-    best[places.place_N] = places.best_N
-    return places, best
+    places = Places.of(judges_BT.unsqueeze(0), step)
+    known = judges_BT.flatten()
+    known[places.place_N] = places.known_N(drafter, target)
+    return places, kept_X & known[place_X]
 
 
 def in_order_of_places(place_X: Tensor, weight_X: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,15 @@ def soft_loss(
 
 
 @torch.no_grad()
-def agreement(hidden_PH: Tensor, best_P: Tensor, rows_VH: Tensor, drafter: Head, sample: int = 256) -> float:
-    """Share of (the first `sample`) predictions whose argmax is the target's choice; choices outside the draft vocabulary count as misses."""
-    choice_P = drafter.draft_ids[(hidden_PH[:sample] @ rows_VH.t()).argmax(-1)]
-    return float((choice_P == best_P[:sample]).float().mean()) if len(choice_P) else 0.0
+def agreement(
+    hidden_XH: Tensor, place_X: Tensor, chosen_P: Tensor, rows_VH: Tensor, drafter: Head, places: Places, target: Target, sample: int = 256
+) -> float:
+    """Share of (the first `sample`) chosen predictions whose argmax is the target's choice; ones outside the draft vocabulary are misses."""
+    chosen_P = chosen_P[:sample]
+    if not len(chosen_P):
+        return 0.0
+    choice_P = drafter.draft_ids[(hidden_XH[chosen_P] @ rows_VH.t()).argmax(-1)]
+    return float((choice_P == places.choices(target, torch.searchsorted(places.place_N, place_X[chosen_P]))).float().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +132,12 @@ class DFlashObjective(Objective):
         anchors_BA, valid_BA = sample_anchors(batch, self.anchors)
         hidden_BASH = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, anchors_BA)
         place_BAS, kept_BAS = judged_predictions(batch, anchors_BA, valid_BA, hidden_BASH.shape[2])
-        places, best = places_of(place_BAS.flatten(), kept_BAS.flatten(), batch, step, target, self.chunk_tokens)
-        weight_BAS = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]], batch, anchors_BA)
-        rows_VH = drafter.output_rows()
-        loss = soft_loss(hidden_BASH.flatten(0, 2), place_BAS.flatten(), weight_BAS.flatten(), rows_VH, drafter, places, target, self.chunk_tokens)
-        first = kept_BAS[:, :, 0]
-        accuracy_0 = agreement(hidden_BASH[:, :, 0][first].detach(), best[place_BAS[:, :, 0]][first], rows_VH, drafter)
+        place_X, hidden_XH, rows_VH = place_BAS.flatten(), hidden_BASH.flatten(0, 2), drafter.output_rows()
+        places, learned_X = places_of(place_X, kept_BAS.flatten(), batch, step, drafter, target)
+        weight_X = self.block_weights(learned_X.view(kept_BAS.shape), batch, anchors_BA).flatten()
+        loss = soft_loss(hidden_XH, place_X, weight_X, rows_VH, drafter, places, target, self.chunk_tokens)
+        first_P = kept_BAS[:, :, 0].flatten().nonzero().squeeze(1) * kept_BAS.shape[2]
+        accuracy_0 = agreement(hidden_XH, place_X, first_P, rows_VH, drafter, places, target)
         return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
     def block_weights(self, kept_BAS: Tensor, batch: Batch, anchors_BA: Tensor) -> Tensor:

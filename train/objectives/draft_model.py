@@ -72,7 +72,7 @@ class DraftModelObjective(Objective):
             return _Text(batch.ids_BT.flatten()[place_N + 1], drafter.config.draft_vocab_size)
         step = step or target.features(batch.ids_BT, batch.position_BT, batch.document_BT)
         saved = None if step.topk is None else step.topk.flat(place_N)
-        places = Places(place_N, torch.ones_like(place_N, dtype=torch.bool).unsqueeze(0), step.hidden_BNH.flatten(0, 1)[place_N], place_N, saved)
+        places = Places(place_N, torch.ones_like(place_N, dtype=torch.bool).unsqueeze(0), step.hidden_BNH.flatten(0, 1)[place_N], saved)
         return _Distributions(places, target, drafter.draft_ids)
 
 

@@ -49,8 +49,8 @@ class DSparkObjective(DFlashObjective):
         hidden_BASH = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, anchors_BA)
         place_BAS, kept_BAS = judged_predictions(batch, anchors_BA, valid_BA, hidden_BASH.shape[2])
         place_X = place_BAS.flatten()
-        places, best = places_of(place_X, kept_BAS.flatten(), batch, step, target, self.chunk_tokens)
-        weight_X = self.block_weights(kept_BAS & drafter.t2d[best[place_BAS]], batch, anchors_BA).flatten()
+        places, learned_X = places_of(place_X, kept_BAS.flatten(), batch, step, drafter, target)
+        weight_X = self.block_weights(learned_X.view(kept_BAS.shape), batch, anchors_BA).flatten()
         confidence_weight_X = self.block_weights(kept_BAS, batch, anchors_BA).flatten()
         chosen_P, of_P = in_order_of_places(place_X, confidence_weight_X, places)
 
@@ -70,7 +70,7 @@ class DSparkObjective(DFlashObjective):
         loss = draft_loss + (confidence_weight_X[chosen_P] * missed_P).sum()
         first_P = (chosen_P % hidden_BASH.shape[2] == 0).nonzero().squeeze(1)
         metrics = {
-            "accuracy_0": agreement(joint_P[first_P].detach(), best[place_X[chosen_P[first_P]]], output, drafter),
+            "accuracy_0": agreement(joint_P, place_X[chosen_P], first_P, output, drafter, places, target),
             "overlap": float(overlap_P.mean()) if len(overlap_P) else 0.0,
             "confidence": float(logit_P.detach().sigmoid().mean()) if len(overlap_P) else 0.0,
         }

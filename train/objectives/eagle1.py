@@ -58,9 +58,9 @@ class Eagle1Objective(Objective):
         fed_BTF = noisy(step.taps_BNF, batch.document_BT, self.feature_noise) if drafter.training else step.taps_BNF
         outputs = model(fed_BTF, batch.ids_BT, batch.position_BT, batch.document_BT, steps, True)
         back = [1 + k for k in range(steps)]
-        places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
+        places = Places.of(torch.stack([judged(batch, b) for b in back]), step)
         ids_V, hidden_SNH, sequence_N = drafter.draft_ids, places.gathered(outputs, back), batch.sequence_of(places.place_N)
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], *sequence_N)
+        weight_SN = self.weights(places.judged_SN & places.known_N(drafter, target), *sequence_N)
 
         def mixed(start: int, stop: int) -> Tensor:
             """[C, V] what multiplies -log q: of each place, token_weight p, and topk_weight p at the likeliest tokens."""
@@ -84,7 +84,7 @@ class Eagle1Objective(Objective):
         )
         distance_SN = functional.smooth_l1_loss(hidden_SNH.float(), places.features_NH.float().expand_as(hidden_SNH), reduction="none").mean(-1)
         feature = (self.weights(places.judged_SN, *sequence_N) * distance_SN).sum()
-        metrics = {"feature_loss": float(feature.detach()), "accuracy_0": accuracy(drafter, hidden_SNH, places)}
+        metrics = {"feature_loss": float(feature.detach()), "accuracy_0": accuracy(drafter, target, hidden_SNH, places)}
         return loss + self.feature_weight * feature, metrics | places.metrics()
 
 

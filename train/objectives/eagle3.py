@@ -40,8 +40,8 @@ class Eagle3Objective(Objective):
         assert step.taps_BNF is not None, "target.set_taps() comes first"
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT, self.steps)
         back = [1 + k for k in range(self.steps)]
-        places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[places.best_N], *batch.sequence_of(places.place_N))
+        places = Places.of(torch.stack([judged(batch, b) for b in back]), step)
+        weight_SN = self.weights(places.judged_SN & places.known_N(drafter, target), *batch.sequence_of(places.place_N))
         ids_V, hidden_SNH = drafter.draft_ids, places.gathered(outputs, back)
         loss = chunked_loss(
             self.loss,
@@ -51,12 +51,12 @@ class Eagle3Objective(Objective):
             lambda start, stop: places.probs(target, ids_V, start, stop),
             self.chunk_tokens,
         )
-        return loss, {"accuracy_0": accuracy(drafter, hidden_SNH, places), **places.metrics()}
+        return loss, {"accuracy_0": accuracy(drafter, target, hidden_SNH, places), **places.metrics()}
 
 
 @torch.no_grad()
-def accuracy(drafter: RecurrentHead, hidden_SNH: Tensor, places: Places, sample: int = 256) -> float:
+def accuracy(drafter: RecurrentHead, target: Target, hidden_SNH: Tensor, places: Places, sample: int = 256) -> float:
     """Share of (the first `sample`) places judged by step 0 whose draft argmax is the target's; ones outside the draft vocabulary are misses."""
     chosen = places.judged_SN[0].nonzero().squeeze(1)[:sample]
     choice = drafter.draft_ids[drafter.logits(hidden_SNH[0, chosen]).argmax(-1)]
-    return float((choice == places.best_N[chosen]).float().mean()) if len(chosen) else 0.0
+    return float((choice == places.choices(target, chosen)).float().mean()) if len(chosen) else 0.0

@@ -48,10 +48,11 @@ class MedusaObjective(Objective):
         """The loss and the metrics, from features."""
         outputs = model(step.taps_BNF, batch.ids_BT, batch.position_BT, batch.document_BT)
         back = [1 + k for k in range(drafter.heads)]
-        places = Places.of(torch.stack([judged(batch, b) for b in back]), step, target, self.chunk_tokens)
-        label_N = places.best_N if self.labels == "soft" else batch.ids_BT.flatten()[places.place_N + 1]
-        weight_SN = self.weights(places.judged_SN & drafter.t2d[label_N], *batch.sequence_of(places.place_N))
-        ids_V, draft_N = drafter.draft_ids, (drafter.t2d.cumsum(0) - 1)[label_N].clamp(min=0)
+        places = Places.of(torch.stack([judged(batch, b) for b in back]), step)
+        token_N = batch.ids_BT.flatten()[places.place_N + 1]
+        known_N = places.known_N(drafter, target) if self.labels == "soft" else drafter.t2d[token_N]
+        weight_SN = self.weights(places.judged_SN & known_N, *batch.sequence_of(places.place_N))
+        ids_V, draft_N = drafter.draft_ids, (drafter.t2d.cumsum(0) - 1)[token_N].clamp(min=0)
 
         @functools.lru_cache(maxsize=1)  # a batch of one chunk is the same for all heads; of several, each head forms them again
         def probs(start: int, stop: int) -> Tensor:
@@ -64,12 +65,12 @@ class MedusaObjective(Objective):
             chunked_soft_cross_entropy(hidden_SNH[k : k + 1], drafter.lm_head(k).weight, weight_SN[k : k + 1], probs, self.chunk_tokens)
             for k in range(drafter.heads)
         ]
-        return torch.stack(losses).sum(), {"accuracy_0": self._accuracy(drafter, hidden_SNH[0].detach(), places), **places.metrics()}
+        return torch.stack(losses).sum(), {"accuracy_0": self._accuracy(drafter, target, hidden_SNH[0].detach(), places), **places.metrics()}
 
     @staticmethod
     @torch.no_grad()
-    def _accuracy(drafter: StepwiseHead, hidden_NH: Tensor, places: Places, sample: int = 256) -> float:
+    def _accuracy(drafter: StepwiseHead, target: Target, hidden_NH: Tensor, places: Places, sample: int = 256) -> float:
         """Share of (the first `sample`) places judged for head 0 whose draft argmax is the target's."""
         chosen = places.judged_SN[0].nonzero().squeeze(1)[:sample]
         choice = drafter.draft_ids[drafter.lm_head(0)(hidden_NH[chosen]).argmax(-1)]
-        return float((choice == places.best_N[chosen]).float().mean()) if len(chosen) else 0.0
+        return float((choice == places.choices(target, chosen)).float().mean()) if len(chosen) else 0.0

@@ -48,13 +48,12 @@ class PEagleObjective(Objective):
         pair_N = torch.arange(rows * total, device=place_BAS.device)
         place_X = torch.cat([(pair_N + 1).clamp(max=rows * total - 1), place_BAS.flatten()])
         kept_X = torch.cat([kept_BT.flatten(), kept_BAS.flatten()])
-        places, best = places_of(place_X, kept_X, batch, step, target, self.chunk_tokens)
-        learned_X = kept_X & drafter.t2d[best[place_X]]
+        places, learned_X = places_of(place_X, kept_X, batch, step, drafter, target)
         hidden_XH = drafter.readout(torch.cat([pairs_BTH.flatten(0, 1), masks_BASH.flatten(0, 2)]))
         weight_X = self.entry_weights(learned_X, batch, anchors_BA, masks_BASH.shape[2])
         loss = soft_loss(hidden_XH, place_X, weight_X, drafter.output_rows(), drafter, places, target, self.chunk_tokens)
-        first_N = kept_BT.flatten().nonzero().squeeze(1)
-        accuracy_0 = agreement(hidden_XH[first_N].detach(), best[place_X[first_N]], drafter.output_rows().detach(), drafter)
+        first_P = kept_BT.flatten().nonzero().squeeze(1)
+        accuracy_0 = agreement(hidden_XH, place_X, first_P, drafter.output_rows(), drafter, places, target)
         return loss, {"accuracy_0": accuracy_0, **places.metrics()}
 
     def entry_weights(self, learned_X: Tensor, batch: Batch, anchors_BA: Tensor, masks: int) -> Tensor:
