@@ -31,6 +31,7 @@ from ..decode.growth import Kind
 from ..decode.prompts import eos_ids
 from ..decode.proposer import Accepted, Extent
 from ..decode.target import Target
+from .head import draft_shape
 from .standalone import Standalone, StandaloneProposer
 
 LEAST_SHARED = 0.01  # of the target's tokens
@@ -144,8 +145,7 @@ class CrossTokenizer:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. Raises UserError for a `kind` of sampled drafts."""
         if kind != "deterministic":  # they are drawn by the position in the draft's text, which may be the same in two rounds
             raise UserError(f"cross-tokenizer: wanted drafts that are not sampled, got kind {kind}; use the rule shared_noise")
-        chain = tree == "chain"
-        return CrossTokenizerProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes)
+        return CrossTokenizerProposer(self, **draft_shape(self.vocab_size, tree, depth, topk, nodes))
 
 
 def _ends(model: Target) -> list[int]:

@@ -32,7 +32,7 @@ from ..decode.sampling import Sampler
 from ..decode.target import Target
 from ..decode.tree import DraftTree
 from .blocks import MLP, Attention, RMSNorm, anchored_attention, fused_matrix, rotate
-from .head import Head, LayerConfig, head_sizes, layer_sizes
+from .head import Head, LayerConfig, draft_shape, head_sizes, layer_sizes, scaled_rows
 from .recurrent import check_output_layer
 
 
@@ -44,9 +44,11 @@ def spread_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 
 def mask_token(target: Target) -> int:
-    """A token that texts do not hold: the tokenizer's mask token, else its padding token, else the last of the vocabulary."""
+    """A token that texts do not hold: the tokenizer's mask token, else its padding token unless texts end with that, else the last one."""
     named = [getattr(target.tokenizer, name, None) for name in ("mask_token_id", "pad_token_id")] + [getattr(target.config, "pad_token_id", None)]
-    return next((int(token) for token in named if token is not None and 0 <= token < target.vocab_size), target.vocab_size - 1)
+    own = getattr(target.config, "eos_token_id", None)
+    ends = {getattr(target.tokenizer, "eos_token_id", None), *(own if isinstance(own, list) else [own])}
+    return next((int(token) for token in named if token is not None and token not in ends and 0 <= token < target.vocab_size), target.vocab_size - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +165,8 @@ class DFlash(Head):
 
     def output_rows(self) -> Tensor:
         """[V, H] the target's output rows of the draft vocabulary, in the head's dtype; no gradient."""
-        rows = self.target.lm_head.weight
-        assert isinstance(rows, Tensor)
-        if self.config.draft_vocab_size < self.config.target_vocab_size:
-            rows = rows[self.draft_ids.to(rows.device)]
-        return rows.detach().to(self.fc.weight.dtype)
+        part = self.config.draft_vocab_size < self.config.target_vocab_size
+        return scaled_rows(self.target, self.draft_ids if part else None).detach().to(self.fc.weight.dtype)
 
     def context(self, taps_BMF: Tensor) -> Tensor:
         """[B, M, H] context entries, which every layer projects to keys and values."""
@@ -213,7 +212,7 @@ class DFlash(Head):
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> DFlashProposer:
         """A proposer of chains of each depth's best token, or of the `nodes` likeliest paths of each depth's `topk` best. kind: see `Grower`."""
-        return DFlashProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
+        return DFlashProposer(self, **draft_shape(self.config.draft_vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
 class _Fused:

@@ -30,6 +30,7 @@ from ..decode.target import Target
 from ..decode.tree import DraftTree
 from .blocks import fused_matrix
 from .dflash import BlockConfig, DFlash, DFlashConfig, DFlashProposer
+from .head import draft_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +148,8 @@ class DSpark(DFlash):
         min_confidence: float | None = None,
     ) -> DSparkProposer:
         """A proposer of chains or dynamic trees. kind: see `Grower`. min_confidence: see `DSparkProposer`."""
-        chain = tree == "chain"
-        return DSparkProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind, min_confidence=min_confidence)
+        shape = draft_shape(self.config.draft_vocab_size, tree, depth, topk, nodes)
+        return DSparkProposer(self, **shape, kind=kind, min_confidence=min_confidence)
 
 
 class DSparkProposer(DFlashProposer):

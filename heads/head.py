@@ -91,6 +91,25 @@ def layer_sizes(
     }
 
 
+def draft_shape(vocabulary: int, tree: str, depth: int, topk: int, nodes: int) -> dict[str, int]:
+    """What proposers take of these settings: a chain has no branches. Raises UserError for more children than there are tokens to draft."""
+    if tree == "chain":
+        return {"depth": depth, "topk": 1, "nodes": depth}
+    if not 1 <= topk <= vocabulary:
+        raise UserError(f"decode.topk: wanted 1 .. {vocabulary} (the tokens that the drafter can draft), got {topk}")
+    return {"depth": depth, "topk": topk, "nodes": nodes}
+
+
+def scaled_rows(target: Target, ids_V: Tensor | None = None) -> Tensor:
+    """[V, H] the target's output rows (of these tokens), with the family's factor on logits."""
+    rows = target.lm_head.weight
+    assert isinstance(rows, Tensor)
+    rows = rows if ids_V is None else rows[ids_V.to(rows.device)]
+    scaling, scale = getattr(target.config, "logits_scaling", None), getattr(target.config, "logit_scale", None)
+    rows = rows if scaling is None else rows / scaling
+    return rows if scale is None else rows * scale
+
+
 class Head(nn.Module, ABC):
     """A drafter that reads the target's features. What it shares with the target is frozen and not saved: `bind` attaches it."""
 
@@ -135,12 +154,11 @@ class Head(nn.Module, ABC):
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
-        if target is not None:
-            rows = target.lm_head.weight
-            assert isinstance(rows, Tensor)
+        if target is not None and self.output_layers():
             with torch.no_grad():
+                rows = scaled_rows(target, ids)
                 for layer in self.output_layers():
-                    layer.weight.copy_(rows[ids.to(rows.device)])
+                    layer.weight.copy_(rows)
 
     def output_layers(self) -> list[nn.Linear]:
         """Its own layers from hidden states to the draft vocabulary; none if it uses the target's."""

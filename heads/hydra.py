@@ -24,7 +24,7 @@ from ..decode.growth import Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
 from .blocks import DecoderLayer, within_documents
-from .head import LayerConfig, head_sizes, layer_sizes
+from .head import LayerConfig, draft_shape, head_sizes, layer_sizes
 from .stepwise import ResBlock, SequentialHead, SequentialProposer, last_column
 
 
@@ -164,9 +164,8 @@ class Hydra(SequentialHead):
         self, *, tree: str = "chain", depth: int | None = None, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic"
     ) -> SequentialProposer:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. depth None: all heads. kind: see `Grower`."""
-        depth, chain = self.heads if depth is None else depth, tree == "chain"
-        made = SequentialProposer if self.prefix is None else PrefixProposer
-        return made(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind)
+        shape = draft_shape(self.config.draft_vocab_size, tree, self.heads if depth is None else depth, topk, nodes)
+        return (SequentialProposer if self.prefix is None else PrefixProposer)(self, **shape, kind=kind)
 
 
 class PrefixProposer(SequentialProposer):

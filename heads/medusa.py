@@ -24,7 +24,7 @@ from ..decode.sampling import Sampler
 from ..decode.target import Target
 from ..decode.tree import DraftTree
 from ..decode.trees import StaticTree
-from .head import HeadConfig, head_sizes
+from .head import HeadConfig, draft_shape, head_sizes
 from .stepwise import ResBlock, StepwiseHead, last_column
 
 
@@ -97,8 +97,7 @@ class Medusa(StepwiseHead):
 
     def proposer(self, *, tree: str = "chain", depth: int | None = None, topk: int = 4, nodes: int = 16) -> MedusaProposer:
         """A proposer of chains of each head's best token, or of the `nodes` likeliest paths of each head's `topk` best. depth None: all heads."""
-        depth = self.heads if depth is None else depth
-        return MedusaProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes)
+        return MedusaProposer(self, **draft_shape(self.config.draft_vocab_size, tree, self.heads if depth is None else depth, topk, nodes))
 
 
 class MedusaProposer:
@@ -113,8 +112,6 @@ class MedusaProposer:
 
     def __init__(self, head: Medusa, *, depth: int, topk: int, nodes: int) -> None:
         head.check_depth(depth)
-        if not 1 <= topk <= head.config.draft_vocab_size:
-            raise UserError(f"decode.topk: wanted 1 .. {head.config.draft_vocab_size} (drafter.draft_vocab_size), got {topk}")
         check_nodes(nodes, depth, topk)
         self.head, self.taps, self.max_depth, self.topk, self.num_nodes = head, head.taps, depth, topk, nodes + 1
         self.extent = Extent(0, True)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from .. import UserError
 from ..decode.growth import Kind
 from ..decode.target import Target
-from .head import HeadConfig, head_sizes
+from .head import HeadConfig, draft_shape, head_sizes
 from .stepwise import SequentialHead, SequentialProposer
 
 
@@ -120,8 +120,8 @@ class MLPSpeculator(SequentialHead):
         self, *, tree: str = "chain", depth: int | None = None, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic"
     ) -> SequentialProposer:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. depth None: all heads. kind: see `Grower`."""
-        depth, chain = self.heads if depth is None else depth, tree == "chain"
-        return SequentialProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind)
+        shape = draft_shape(self.config.draft_vocab_size, tree, self.heads if depth is None else depth, topk, nodes)
+        return SequentialProposer(self, **shape, kind=kind)
 
 
 def _of_step(layers: nn.ModuleList, k: int) -> nn.Module:

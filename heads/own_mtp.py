@@ -34,7 +34,7 @@ from ..decode.cache import TreeCache
 from ..decode.growth import Grower, Kind
 from ..decode.target import Target
 from .blocks import DecoderLayer, within_documents
-from .head import head_sizes, layer_sizes
+from .head import draft_shape, head_sizes, layer_sizes
 from .mtp import Mtp, MtpConfig
 from .recurrent import RecurrentHead, RecurrentProposer, check_output_layer
 
@@ -169,7 +169,7 @@ class OwnMtp(Mtp):
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> OwnMtpProposer:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. kind: see `Grower`."""
-        return OwnMtpProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
+        return OwnMtpProposer(self, **draft_shape(self.config.draft_vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
 class _Steps:

@@ -6,8 +6,7 @@ After the pairs of EAGLE-3 (a feature and the token that follows it) come mask e
 They go through EAGLE-3's layers side by side; a mask entry sees the pairs up to its anchor t, the masks before it, and itself. mask_hidden
 [1, 1, F] is learned, the mask is a token of the target's vocabulary. Tensor names and arithmetic follow the layout that serving engines load.
 
-Dims: B batch, T sequence, A anchors, N new entries (pairs and masks), M accepted columns, D depth, H hidden, F taps * H, V draft vocabulary,
-L cache slots.
+Dims: B batch, T sequence, A anchors, N new entries (pairs and masks), M accepted columns, D depth, H hidden, F taps * H, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 from .. import UserError
 from ..decode.growth import Kind
 from ..decode.proposer import Accepted
-from ..decode.sampling import Sampler
 from ..decode.target import Target
-from ..decode.tree import DraftTree
 from .blocks import Documents, anchored_attention, unrolled_attention
-from .dflash import BlockGrower, mask_token
+from .dflash import mask_token
 from .eagle3 import Eagle3, Eagle3Config
+from .head import draft_shape
+from .parallel import MaskGrower
 from .recurrent import RecurrentProposer
 
 
@@ -129,14 +128,11 @@ class PEagle(Eagle3):
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> PEagleProposer:
         """A proposer of chains of each depth's best token, or of the `nodes` likeliest paths of each depth's `topk` best. kind: see `Grower`."""
-        return PEagleProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
+        return PEagleProposer(self, **draft_shape(self.config.draft_vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
-class PEagleProposer(BlockGrower, RecurrentProposer):
-    """Drafts all depths in the pass that takes in what was accepted: the mask entries follow the new pairs.
-
-    Cache slots of a row:  0 ... length | new pairs, garbage | masks      the next pass writes its pairs behind the real ones, over the masks
-    """
+class PEagleProposer(MaskGrower, RecurrentProposer):
+    """Its entries are pairs: see `MaskGrower`."""
 
     head: PEagle
 
@@ -145,36 +141,18 @@ class PEagleProposer(BlockGrower, RecurrentProposer):
         super().__init__(head, depth=depth, topk=topk, nodes=nodes, kind=kind)
         with torch.no_grad():
             self._mask_ids, self._mask_fed = head.masks(1, depth - 1)
-        self._state_BDH = torch.empty(0)  # from which all depths are predicted
-
-    def tensors(self) -> list[Tensor]:
-        """What is kept between calls."""
-        return [*super().tensors(), self._state_BDH]
+        self._state_BDH = torch.empty(0)
 
     def observe(self, accepted: Accepted) -> None:
         """Run the head over the new pairs and the mask entries behind them; remember the states that predict."""
         assert accepted.taps_BMF is not None
         self._observe_length(accepted)
-        entries, (batch, count), masks = self._entries, accepted.tokens_BM.shape, self.max_depth - 1
-        first_B1, real_B1 = self._length_B.unsqueeze(1), accepted.count_B.unsqueeze(1)
-        column_N = torch.arange(count + masks, device=first_B1.device)
-        slots_BN = first_B1 + column_N
-        position_BN = torch.where(column_N < count, slots_BN, slots_BN - count + real_B1)
-        slot_L = torch.arange(entries.longest + count + masks, device=first_B1.device)
-        written_BL = (slot_L < first_B1 + real_B1) | (slot_L >= first_B1 + count)  # the slots between are garbage
-        allowed_BNL = (slot_L <= slots_BN.unsqueeze(2)) & written_BL.unsqueeze(1)
+        entries, (batch, count) = self._entries, accepted.tokens_BM.shape
+        slots_BN, position_BN, allowed_BNL, _ = self._places(count, accepted.count_B)
         fed = torch.cat([self.head.combine(accepted.taps_BMF), self._mask_fed.expand(batch, -1, -1)], dim=1)
         ids = torch.cat([accepted.next_BM, self._mask_ids.expand(batch, -1)], dim=1)
         state_BNH = self._run(fed, ids, position_BN, slots_BN, allowed_BNL, entries.longest if entries.exact else None)
-        self._remember(state_BNH[:, :count], accepted.count_B)
-        state_BDH = torch.cat([self._hidden_BH.unsqueeze(1), state_BNH[:, count:]], dim=1)
-        if self._state_BDH.shape == state_BDH.shape and self._state_BDH.dtype == state_BDH.dtype and self._state_BDH.device == state_BDH.device:
-            self._state_BDH.copy_(state_BDH)
-        else:
-            self._state_BDH = state_BDH
+        self._keep(state_BNH, count, accepted.count_B)
 
-    def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        """A tree below the root."""
-        self._logits_BDV = RecurrentProposer._logits(self, self._state_BDH)
-        self._at = 0
-        return super().propose(root_B, sampler, noise_BDV)
+    def _read(self, state_BDH: Tensor) -> Tensor:
+        return RecurrentProposer._logits(self, state_BDH)

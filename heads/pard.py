@@ -3,7 +3,7 @@
     text ... root, mask, mask, mask          the root's place predicts the first draft token, each mask's place the next
 The masks see the text and the masks before them, as any causal LM's tokens do, so that the model's forward pass is unchanged.
 
-Dims: B batch, M accepted columns, N new entries (tokens and masks), D depth, H hidden, V draft vocabulary, L cache slots.
+Dims: B batch, M accepted columns, N new entries (tokens and masks), D depth, H hidden, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from torch import Tensor
 from .. import UserError
 from ..decode.growth import Kind
 from ..decode.proposer import Accepted
-from ..decode.sampling import Sampler
 from ..decode.target import Target
-from ..decode.tree import DraftTree
-from .dflash import BlockGrower
+from .head import draft_shape
+from .parallel import MaskGrower
 from .standalone import Standalone, StandaloneProposer
 
 
@@ -41,49 +40,27 @@ class Pard(Standalone):
         """A proposer of chains of each depth's best token, or of the `nodes` likeliest paths of each depth's `topk` best. kind: see `Grower`."""
         if depth < 1 or (self.block_size is not None and depth > self.block_size):
             raise UserError(f"decode.depth: wanted 1 .. {self.block_size} (drafter.block_size), got {depth}; train longer blocks to draft deeper")
-        return PardProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
+        return PardProposer(self, **draft_shape(self.vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
-class PardProposer(BlockGrower, StandaloneProposer):
-    """Drafts all depths in the pass that takes in what was accepted: masks follow the new tokens.
-
-    Cache slots of a row:  0 ... length | new tokens, garbage | masks      the next pass writes its tokens behind the real ones, over the masks
-    """
+class PardProposer(MaskGrower, StandaloneProposer):
+    """Its entries are tokens: see `MaskGrower`."""
 
     def __init__(self, model: Pard, *, depth: int, topk: int, nodes: int, kind: Kind = "deterministic") -> None:
         super().__init__(model, depth=depth, topk=topk, nodes=nodes, kind=kind)
         self._mask = model.mask_token_id
-        self._state_BDH = torch.empty(0)  # from which all depths are predicted
-
-    def tensors(self) -> list[Tensor]:
-        """What is kept between calls."""
-        return [*super().tensors(), self._state_BDH]
+        self._state_BDH = torch.empty(0)
 
     def observe(self, accepted: Accepted) -> None:
         """Run the draft over the tokens that are new to it and the masks behind them; remember the states that predict."""
-        first, entries, masks = self._fresh, self._entries, self.max_depth - 1
+        first, entries = self._fresh, self._entries
         self._observe_length(accepted)
         ids_BM, count_B = self._new_tokens(accepted, first)
-        (batch, count), first_B1, real_B1 = ids_BM.shape, self._length_B.unsqueeze(1), count_B.unsqueeze(1)
-        column_N = torch.arange(count + masks, device=first_B1.device)
-        slots_BN = first_B1 + column_N
-        position_BN = torch.where(column_N < count, slots_BN, slots_BN - count + real_B1)
-        slot_L = torch.arange(entries.longest + count + masks, device=first_B1.device)
-        behind_BL = slot_L >= first_B1 + count
-        written_BL = (slot_L < first_B1 + real_B1) | behind_BL  # the slots between are garbage
-        allowed_BNL = (slot_L <= slots_BN.unsqueeze(2)) & written_BL.unsqueeze(1)
-        key_BL = torch.where(behind_BL, slot_L - count + real_B1, slot_L)
-        ids_BN = torch.cat([ids_BM, torch.full((batch, masks), self._mask, device=ids_BM.device)], dim=1)
+        batch, count = ids_BM.shape
+        slots_BN, position_BN, allowed_BNL, key_BL = self._places(count, count_B)
+        ids_BN = torch.cat([ids_BM, torch.full((batch, self.max_depth - 1), self._mask, device=ids_BM.device)], dim=1)
         state_BNH = self.draft.extend(ids_BN, position_BN, slots_BN, allowed_BNL, key_BL, entries.longest if entries.exact else None).hidden_BNH
-        self._remember(state_BNH[:, :count], count_B)
-        state_BDH = torch.cat([self._hidden_BH.unsqueeze(1), state_BNH[:, count:]], dim=1)
-        if self._state_BDH.shape == state_BDH.shape and self._state_BDH.dtype == state_BDH.dtype and self._state_BDH.device == state_BDH.device:
-            self._state_BDH.copy_(state_BDH)
-        else:
-            self._state_BDH = state_BDH
+        self._keep(state_BNH, count, count_B)
 
-    def propose(self, root_B: Tensor, sampler: Sampler, noise_BDV: Tensor | None) -> DraftTree:
-        """A tree below the root."""
-        self._logits_BDV = StandaloneProposer._logits(self, self._state_BDH)
-        self._at = 0
-        return super().propose(root_B, sampler, noise_BDV)
+    def _read(self, state_BDH: Tensor) -> Tensor:
+        return StandaloneProposer._logits(self, state_BDH)

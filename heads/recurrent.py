@@ -23,7 +23,7 @@ from ..decode.growth import Grower, Kind
 from ..decode.proposer import Accepted
 from ..decode.target import Target
 from .blocks import DecoderLayer, Documents, RMSNorm, fused_matrix, unrolled_attention
-from .head import Head, LayerConfig
+from .head import Head, LayerConfig, draft_shape, scaled_rows
 
 
 class RecurrentHead(Head):
@@ -97,17 +97,7 @@ class RecurrentHead(Head):
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> RecurrentProposer:
         """A proposer of chains, or of dynamic trees (EAGLE-2, 2406.16858) with `nodes` draft nodes. kind: see `Grower`."""
-        return RecurrentProposer(self, depth=depth, topk=1 if tree == "chain" else topk, nodes=depth if tree == "chain" else nodes, kind=kind)
-
-
-def scaled_rows(target: Target, ids_V: Tensor | None = None) -> Tensor:
-    """[V, H] the target's output rows (of these tokens), with the family's factor on logits."""
-    rows = target.lm_head.weight
-    assert isinstance(rows, Tensor)
-    rows = rows if ids_V is None else rows[ids_V]
-    scaling, scale = getattr(target.config, "logits_scaling", None), getattr(target.config, "logit_scale", None)
-    rows = rows if scaling is None else rows / scaling
-    return rows if scale is None else rows * scale
+        return RecurrentProposer(self, **draft_shape(self.config.draft_vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
 def check_output_layer(target: Target) -> None:

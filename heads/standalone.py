@@ -21,6 +21,7 @@ from ..decode.length import Predicted
 from ..decode.proposer import Accepted
 from ..decode.target import Target
 from .acceptance import AcceptancePredictor
+from .head import draft_shape
 
 
 class Standalone:
@@ -45,8 +46,7 @@ class Standalone:
 
     def proposer(self, *, tree: str = "chain", depth: int = 5, topk: int = 4, nodes: int = 16, kind: Kind = "deterministic") -> StandaloneProposer:
         """A proposer of chains, or of dynamic trees with `nodes` draft nodes. kind: see `Grower`."""
-        chain = tree == "chain"
-        return StandaloneProposer(self, depth=depth, topk=1 if chain else topk, nodes=depth if chain else nodes, kind=kind)
+        return StandaloneProposer(self, **draft_shape(self.vocab_size, tree, depth, topk, nodes), kind=kind)
 
 
 def early_exit(target: Target, layers: Sequence[int]) -> Standalone:

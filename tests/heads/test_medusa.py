@@ -173,7 +173,7 @@ def test_wrong_input_is_refused(target: Target) -> None:
     head = medusa(target)
     with pytest.raises(UserError, match=r"decode\.nodes: wanted 1 \.\. 6 for depth 2 and topk 2, got 7"):
         head.proposer(tree="dynamic", depth=2, topk=2, nodes=7)
-    with pytest.raises(UserError, match=rf"decode\.topk: wanted 1 \.\. {VOCAB} \(drafter\.draft_vocab_size\), got {VOCAB + 1}"):
+    with pytest.raises(UserError, match=rf"decode\.topk: wanted 1 \.\. {VOCAB} .*got {VOCAB + 1}"):
         head.proposer(tree="dynamic", topk=VOCAB + 1)
     with pytest.raises(UserError, match=r"decode\.depth: wanted 1 \.\. 4"):
         StaticMedusaProposer(head, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)])

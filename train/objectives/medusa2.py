@@ -19,8 +19,8 @@ from torch.nn import functional
 from ... import UserError
 from ...decode.target import Step, Target
 from ...heads.adapter import TunableTarget
-from ...heads.head import Head
-from ...heads.recurrent import check_output_layer, scaled_rows
+from ...heads.head import Head, scaled_rows
+from ...heads.recurrent import check_output_layer
 from ...heads.stepwise import StepwiseHead
 from ..losses import chunked_loss
 from .common import Batch, judged
