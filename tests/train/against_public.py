@@ -91,7 +91,7 @@ def speculators(options: argparse.Namespace, data: dict[str, torch.Tensor], dtyp
 def specforge(options: argparse.Namespace, data: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.nn.Module, Step]:
     """(the model, a forward pass)."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    module = importlib.import_module("specforge.algorithms.eagle3.model")
+    module: Any = importlib.import_module("specforge.algorithms.eagle3.model")
     written_out = importlib.import_module("specforge.core.loss")._compute_loss
     module.LogSoftmaxLoss = argparse.Namespace(apply=written_out)  # the same loss without Triton: its own tests' reference
     draft = (
