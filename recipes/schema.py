@@ -254,6 +254,7 @@ class Train(Section):
     save_every: Size | None = None  # steps between checkpoints to go on from; null: as eval.every
     keep_last: Size = 1  # checkpoints kept for resuming, the best one not counted
     compile: bool = False  # the drafter's forward pass by torch.compile
+    activation_checkpointing: bool = False  # what layers computed is computed again in the backward pass: less memory, more time
     trackers: Annotated[list[Literal["wandb", "tensorboard"]], Items(0, distinct=True)] = field(default_factory=list)
     max_hours: Positive | None = None  # stop in good order after so long; the learning rate falls in time for it
 

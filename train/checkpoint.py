@@ -11,17 +11,20 @@ What an objective draws at random depends on seed, step and micro-batch alone (`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -62,14 +65,30 @@ def write(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
         _sync(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
-        last = next(iter(reversed(steps(folder))), None)
-        good = f"that of step {last} is intact" if last is not None else "there is none from before"
-        raise UserError(
-            f"checkpoint {final}: cannot be written ({error.strerror or error}); {good}; make room, then start the same command again to go on"
-        ) from error
+        raise _full(f"checkpoint {final}", folder, error) from error
     for old in steps(folder)[:-keep]:
         shutil.rmtree(folder / f"step-{old:08d}", ignore_errors=True)
     return final
+
+
+@contextlib.contextmanager
+def on_disk(path: Path, folder: Path) -> Iterator[None]:
+    """Around what writes to `path`: a disk that is full is the user's affair (UserError), and so is what there is in `folder` to go on from."""
+    try:
+        yield
+    except OSError as error:
+        raise _full(str(path), folder, error) from error
+    except SafetensorError as error:  # its writer tells of the system's errors in its text alone
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise _full(str(path), folder, OSError(int(number[1]), os.strerror(int(number[1])))) from error
+
+
+def _full(what: str, folder: Path, error: OSError) -> UserError:
+    last = next(iter(reversed(steps(folder))), None)
+    good = f"the checkpoint of step {last} is intact" if last is not None else "there is no checkpoint from before"
+    return UserError(f"{what}: cannot be written ({error.strerror or error}); {good}; make room, then start the same command again to go on")
 
 
 def steps(folder: Path) -> list[int]:

@@ -27,6 +27,7 @@ from .. import UserError
 from ..decode.target import Step as Features
 from ..decode.target import Target
 from ..recipes.schema import Train
+from .activations import recompute_activations
 from .objectives.common import Batch, Objective
 from .optimizers import make_optimizers
 from .stream import Share
@@ -250,7 +251,7 @@ class ZeRO(Engine):
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**62,
         }
-        (optimizer,) = make_optimizers(trainee.parts(), train)
+        (optimizer,) = make_optimizers(trainee.parts(), train, fused=False)  # DeepSpeed steps over a few flat tensors
         offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
         if offloaded and accelerator.device.type == "cuda":
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(optimizer.param_groups, lr=train.lr, betas=(train.betas[0], train.betas[1]))
@@ -387,4 +388,6 @@ def make_engine(trainee: Trainee, objective: Objective, train: Train, share: Sha
             raise UserError(f"adapter.rank: wanted null under {kind.name}, as the adapter is trained with the drafter; launch with DDP")
     if kind is ZeRO and train.optimizer != "adamw":
         raise UserError(f"train.optimizer: wanted adamw under DeepSpeed, which cuts matrices into flat pieces, got {train.optimizer}")
+    if train.activation_checkpointing:
+        recompute_activations(trainee, train)
     return kind(Loss(trainee, objective, train, accelerator.device), trainee, train, share, accelerator)

@@ -32,6 +32,7 @@ from ..eval.suites import load_suite
 from ..heads.head import Head
 from ..recipes.schema import DrafterRecipe
 from . import checkpoint
+from .checkpoint import on_disk
 from .clock import Clock, memory, peak_flops
 from .data import Sequences
 from .engines import Plain, make_engine
@@ -128,7 +129,8 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
                         log.write({"step": step, **judged})
                         if score > at.best_score:
                             at.best_score, at.best_step = score, step
-                            seen.save(store / "best", contract | {"step": step, **judged})
+                            with on_disk(store / "best", store):
+                                seen.save(store / "best", contract | {"step": step, **judged})
                 at.judged, at.since = step, []
             if step > start and (step % (train.save_every or recipe.eval.every) == 0 or last_step or late or stop):
                 with clock("checkpoint"):
@@ -190,10 +192,11 @@ def fit(recipe: DrafterRecipe, objective: Objective, folder: Path, accelerator: 
                 log.write(figures)
     at.seconds = before + time.monotonic() - began
     if main_process:
-        (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, "engine": engine.name, **contract}, indent=2) + "\n")
         if at.best_score == (0.0 if judge == "measured_tau" else -math.inf):
             raise Diverged("no checkpoint was measured")
-        trainee.publish(store / "best", folder / "drafter")
+        with on_disk(folder / "drafter", store):
+            (folder / "provenance.json").write_text(json.dumps({"argv": sys.argv, "engine": engine.name, **contract}, indent=2) + "\n")
+            trainee.publish(store / "best", folder / "drafter")
     return {
         "processes": accelerator.num_processes,
         "engine": engine.name,
@@ -288,15 +291,16 @@ class Log:
 
     def __init__(self, folder: Path, length: int, accelerator: Accelerator) -> None:
         path = folder / "metrics.jsonl"
-        self.accelerator = accelerator
+        self.accelerator, self.folder = accelerator, folder
         path.touch()
         os.truncate(path, min(length, path.stat().st_size))
         self._handle = path.open("a", encoding="utf-8")
 
     def write(self, entry: dict[str, Any]) -> None:
         """A line."""
-        self._handle.write(json.dumps(entry) + "\n")
-        self._handle.flush()
+        with on_disk(self.folder / "metrics.jsonl", self.folder / "checkpoints"):
+            self._handle.write(json.dumps(entry) + "\n")
+            self._handle.flush()
         self.accelerator.log({k: v for k, v in entry.items() if k != "step" and v is not None}, step=int(entry["step"]))
 
     def length(self) -> int:
@@ -306,7 +310,8 @@ class Log:
 
     def close(self) -> None:
         """No more lines."""
-        self._handle.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take was said when it was written
+            self._handle.close()
 
 
 def draw_seed(seed: int, step: int, micro_batch: int) -> int:

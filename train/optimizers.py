@@ -97,10 +97,11 @@ class Part:
     muon: bool = True
 
 
-def make_optimizers(parts: Sequence[Part], train: Train) -> list[torch.optim.Optimizer]:
+def make_optimizers(parts: Sequence[Part], train: Train, *, fused: bool = True) -> list[torch.optim.Optimizer]:
     """The recipe's optimizers over all parts. Every parameter group has its part's `lr_scale`, by which the loop multiplies the scheduled rate.
 
-    muon: for the matrices inside the layers; embeddings, lm_head and norms are for AdamW, without decay.
+    muon: for the matrices inside the layers; embeddings, lm_head and norms are for AdamW, without decay. fused: AdamW's step of all parameters may be
+    one kernel; it is on a GPU.
     """
     groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for part in parts:
@@ -114,7 +115,9 @@ def make_optimizers(parts: Sequence[Part], train: Train) -> list[torch.optim.Opt
             groups[False].append({"params": rest, "weight_decay": 0.0 if train.optimizer == "muon" and part.muon else decay, **common})
     optimizers: list[torch.optim.Optimizer] = [Muon(groups[True], train.lr)] if groups[True] else []
     if groups[False]:
-        optimizers.append(torch.optim.AdamW(groups[False], lr=train.lr, betas=(train.betas[0], train.betas[1])))
+        on_gpu = all(p.device.type == "cuda" for group in groups[False] for p in group["params"])
+        betas = (train.betas[0], train.betas[1])
+        optimizers.append(torch.optim.AdamW(groups[False], lr=train.lr, betas=betas, fused=True if fused and on_gpu else None))
     return optimizers
 
 

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import DrafterRecipe, load_recipe
-from draftsmith.train import loop
+from draftsmith.train import engines, loop, starts
 from draftsmith.train.guard import Interrupted
 from draftsmith.train.run import make_objective
 from draftsmith.train.templates import Sample
@@ -32,6 +32,9 @@ ENGINES = {
     "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
     "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
+
+HARD = ["drafter.method=draft_model", "objective.name=null", "objective.steps=null", "objective.step_decay=null", "drafter.draft_vocab_size=null"]
+HARD += ["drafter.taps=null", "drafter.num_layers=1", "drafter.hidden_size=16", "objective.labels=hard", "objective.loss=ce", "data.train_on=all"]
 
 
 def recipe(*settings: str) -> DrafterRecipe:
@@ -64,27 +67,41 @@ def fake_tau(recipe: DrafterRecipe, target: Target, drafter: Any) -> float:
 
 
 @contextmanager
-def stopped_at(step: int | None) -> Iterator[None]:
-    """SIGTERM comes while this step's loss is formed."""
-    original, made = loop.draw_seed, set[int]()
+def watched(folder: Path, stop: int | None) -> Iterator[None]:
+    """SIGTERM comes while the loss of step `stop` is formed. Every micro-batch's rows are written down: see `seen`."""
+    draw, forward = loop.draw_seed, engines.Loss.forward
+    at = (0, 0)
 
-    def draw_seed(seed: int, at: int, micro_batch: int) -> int:
-        if at == step and at not in made:
-            made.add(at)
+    def draw_seed(seed: int, step: int, micro_batch: int) -> int:
+        nonlocal at
+        if step == stop and at[0] != step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(seed, at, micro_batch)
+        at = step, micro_batch
+        return draw(seed, step, micro_batch)
+
+    def noting(self: Any, target: Target, batch: Any, read: Any) -> Any:
+        with (folder / f"seen-{os.environ.get('RANK', '0')}.jsonl").open("a") as handle:
+            handle.write(json.dumps([*at, batch.sequence_B]) + "\n")
+        return forward(self, target, batch, read)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "draw_seed", draw_seed)
+        patch.setattr(engines.Loss, "forward", noting)
         yield
+
+
+def seen(folder: Path) -> list[Any]:
+    """[step, micro-batch, its rows] of all that was trained on, by all processes, in order."""
+    return sorted(json.loads(line) for path in folder.glob("seen-*.jsonl") for line in path.read_text().splitlines())
 
 
 def train(folder: Path, *settings: str, stop: int | None = None) -> list[dict[str, Any]]:
     """Train, or go on; stop in good order after a step. Returns the curve."""
     made = recipe(*settings)
     folder.mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch, stopped_at(stop):
+    with pytest.MonkeyPatch.context() as patch, watched(folder, stop):
         patch.setattr(loop, "measured_tau", fake_tau)
+        patch.setattr(starts, "load_drafter", lambda *_: None)  # no folder of a draft model is read without a tokenizer
         try:
             loop.fit(made, make_objective(made), folder, Accelerator(), target(), sequences())
         except Interrupted:
@@ -105,6 +122,14 @@ def main(folder: Path) -> None:
             train(folder / name)
     with engine("fsdp2"):
         train(folder / "fsdp2-muon", "train.optimizer=muon", "train.lr=1e-2")
+    with engine("fsdp2"):  # a draft model that learns from texts needs no features of the target
+        train(folder / "fsdp2-hard", *HARD)
+    for name in ("fsdp2", "zero3"):
+        with engine(name):
+            train(folder / f"{name}-again", "train.activation_checkpointing=true")
+    with engine("ddp"):
+        train(folder / "one-two")  # begun by one process
+        train(folder / "two-one", stop=3)  # ended by one
     for name, stop in (("zero3", 0), ("ddp", 1), ("fsdp2", 3), ("zero2", 4), ("zero3", 6), ("fsdp2", None)):
         with engine(name):
             train(folder / "relay", stop=stop)

@@ -24,11 +24,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed (the extra [deepspeed])")
     folder = tmp_path_factory.mktemp("engines")
+    small.train(folder / "one-two", stop=2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(small.__file__)), str(folder)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
+    small.train(folder / "two-one")
     small.train(folder / "single")
+    small.train(folder / "single-hard", *small.HARD)
     small.train(folder / "single-muon", "train.optimizer=muon", "train.lr=1e-2")
     return folder
 
@@ -51,6 +54,23 @@ def test_the_curve_is_that_of_one_process(runs: Path, name: str) -> None:
 
 def test_muon_under_fsdp2_is_that_of_one_process(runs: Path) -> None:
     close(runs / "fsdp2-muon", runs / "single-muon")
+
+
+def test_a_draft_that_learns_from_texts_under_fsdp2_is_that_of_one_process(runs: Path) -> None:
+    close(runs / "fsdp2-hard", runs / "single-hard")
+
+
+@pytest.mark.parametrize("name", ["fsdp2-again", "zero3-again"])
+def test_activations_are_computed_again_where_parameters_are_gathered(runs: Path, name: str) -> None:
+    close(runs / name, runs / "single")
+
+
+@pytest.mark.parametrize("name", ["one-two", "two-one", "relay"])
+def test_another_number_of_processes_goes_on_with_the_same_data(runs: Path, name: str) -> None:
+    """Begun by one process and ended by two, and the other way round: every micro-batch is seen once, and the curve is the undisturbed one."""
+    assert small.seen(runs / name) == small.seen(runs / "single")
+    assert [line[:2] for line in small.seen(runs / name)] == [[step, number] for step in range(small.STEPS) for number in range(4)]
+    close(runs / name, runs / "single")
 
 
 def test_one_engine_goes_on_from_the_checkpoint_of_another(runs: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from draftsmith import UserError
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, loop
 from safetensors.torch import load_file
 
 from . import small
@@ -110,11 +113,50 @@ def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(undisturbed: Pat
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_write", full)
-        with pytest.raises(UserError, match=r"step-00000004: cannot be written \(No space left on device\); that of step 2 is intact"):
+        with pytest.raises(UserError, match=r"step-00000004: cannot be written \(No space left on device\); the checkpoint of step 2 is intact"):
             small.train(tmp_path)
     assert checkpoint.steps(tmp_path / "checkpoints") == [2] and not list(tmp_path.rglob("*.partial"))
     small.train(tmp_path)
     same(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("room", "says"),
+    [
+        (100_000, r"step-00000004: cannot be written \(File too large\); the checkpoint of step 2 is intact"),  # between model and optimizer
+        (60_000, r"best: cannot be written \(File too large\); the checkpoint of step 2 is intact"),
+    ],
+)
+def test_a_disk_that_takes_no_more_is_said_and_nothing_is_lost(undisturbed: Path, tmp_path: Path, room: int, says: str) -> None:
+    """The system itself refuses, wherever a file would grow beyond `room` bytes: a checkpoint, the best drafter."""
+    small.train(tmp_path, stop=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(UserError, match=says):
+            small.train(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2] and not list((tmp_path / "checkpoints").glob("step-*.partial"))
+    small.train(tmp_path)
+    same(tmp_path, undisturbed)
+
+
+def test_a_log_that_takes_no_more_is_said(tmp_path: Path) -> None:
+    """What it could not write stands in the way of its end as well, which must not hide the line."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, os.strerror(28))
+
+        close = flush
+
+    log = loop.Log(tmp_path, 0, Accelerator())
+    log.close()
+    log._handle = Full()  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written \(No space left on device\); there is no checkpoint from before"):
+        log.write({"step": 1, "loss": 2.0})
+    log.close()
 
 
 def test_manifests_hold_the_hashes_of_all_files(undisturbed: Path) -> None:
