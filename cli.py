@@ -126,6 +126,7 @@ def eval_command(
     _check_counts(counts)
     settings = _decode_options(tree, depth, topk, nodes, length, threshold)
     temperatures, default = _temperatures(temperature)
+    _make_folder(out)
     part = Eval(
         suite=suite,
         num_prompts=num_prompts,
@@ -166,6 +167,14 @@ def eval_command(
     console.print(terminal_table(report))
     console.print(f"report: {files['report.html'].resolve()}", soft_wrap=True)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _make_folder(out: Path) -> None:
+    """Found out before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: wanted a folder, or a name for a new one, got {out} ({error.strerror}); give another") from error
 
 
 def _check_counts(counts: dict[str, int | None], least: int = 1) -> None:
@@ -364,7 +373,11 @@ def monitor(
     while every is not None and source.startswith("http"):
         time.sleep(every)
         before = counted
-        counted, gauge = event_of_metrics(fetch(source))
+        try:
+            counted, gauge = event_of_metrics(fetch(source))
+        except UserError as error:  # a server that restarts is no reason to stop watching it
+            print(f"note: {error}", file=sys.stderr)
+            continue
         happened = difference(counted, before) if counted is not None and before is not None else None
         if happened is not None or gauge is not None:
             last = judge([happened], model) if happened is not None else judge_gauge(gauge or 0.0, depth, model)
@@ -380,12 +393,13 @@ def compare(
     """One table over several reports, and which drafter is faster, with its certainty. Exits with 1 if any of them failed its gate."""
     from .eval.compare import comparison_markdown, comparison_plot, comparison_table, differences, gather, verdicts
 
+    if out is not None:
+        _make_folder(out)
     entries = gather(runs)
     console.print(comparison_table(entries), soft_wrap=True)
     for line in [*differences(entries), *map(str, verdicts(entries))]:
         console.print(line, soft_wrap=True, highlight=False)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "compare.md").write_text(comparison_markdown(entries), encoding="utf-8")
         comparison_plot(entries, out / "compare.png")
         console.print(f"comparison: {(out / 'compare.md').resolve()}", soft_wrap=True)

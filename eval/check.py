@@ -113,6 +113,7 @@ def read_acceptance(folder: Path) -> Acceptance:
         if values["schema"] != SCHEMA:
             raise ValueError(f"schema {values['schema']!r} is not {SCHEMA}")
         acceptance = Acceptance(**{**values, "probes": [Probe(**probe) for probe in values["probes"]]})
+        Decode(**acceptance.decode)
         if not sum(p.rounds for p in acceptance.probes):
             raise ValueError("no round was recorded")
         return acceptance

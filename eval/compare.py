@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rich.box
@@ -90,12 +90,16 @@ def _same(report: Report) -> tuple[str, ...]:
 
 
 def gather(runs: Sequence[Path]) -> list[Entry]:
-    """All drafters of these runs; another drafter that several reports have is taken from the first. Raises UserError if fewer than two are left."""
+    """All drafters of these runs; another drafter that several reports have is taken from the first. Runs of the same name are told by their paths.
+
+    Raises UserError if fewer than two are left.
+    """
+    read = [(run, read_entry(run)) for run in dict.fromkeys(runs)]
+    names = [found[0].name for _, found in read]
     entries: list[Entry] = []
-    for run in runs:
-        for entry in read_entry(run):
-            if all(entry.name != known.name for known in entries):
-                entries.append(entry)
+    for run, (own, *others) in read:
+        entries.append(replace(own, name=f"{own.name} in {run}") if names.count(own.name) > 1 else own)
+        entries += [entry for entry in others if all(entry.name != known.name for known in entries)]
     if len(entries) < 2:
         raise UserError(f"compare: wanted at least two drafters, got {len(entries)}; give more run folders")
     return entries
@@ -141,8 +145,10 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
 
 
 def _deviation(row: Row) -> float:
-    """Standard deviation of the logarithm of the speed-up, from its interval."""
+    """Standard deviation of the logarithm of the speed-up, from its interval. Infinite where one observation tells no spread."""
     low, high = row.speedup.engine_ci
+    if row.observed < 2:
+        return math.inf
     return math.log(high / low) / (2 * Z95) if low > 0 else math.inf
 
 

@@ -129,7 +129,10 @@ def decode_settings(
     if tuning is not None and all(value is None for value in asked):
         if device is not None and device != tuning.device:
             print(f"note: the draft is as tuned on {tuning.device}, not for this {device}; draftsmith tune does that", file=sys.stderr)
-        return Decode(**tuning.decode)
+        try:
+            return Decode(**tuning.decode)
+        except TypeError as error:
+            raise UserError(f"tuning.json: wanted the keys of a recipe's section decode, got others ({error}); tune again, or delete it") from error
     tree = tree or "chain"
     depth = default_depth(drafter) if depth is None else depth
     shape: dict[str, Any] = {"tree": tree, "depth": depth, "topk": topk or 4, "nodes": None if tree == "chain" else nodes}

@@ -69,7 +69,7 @@ def gate_of(
         if want == got:
             identical += 1
             continue
-        bound = kernel_bound(target, items[index].ids, nodes) if bound is None else bound
+        bound = kernel_bound(target, [*items[index].ids, *want], nodes) if bound is None else bound
         place = next((i for i, (x, y) in enumerate(zip(want, got, strict=False)) if x != y), None)
         if place is None:
             failed = True  # one is a prefix of the other: no near-tie explains that

@@ -1,7 +1,7 @@
 """Measure a drafter: the losslessness gate and the timings, on the same prompts, in one process, interleaved prompt by prompt.
 
-A *unit* is what is timed as one: a prompt at batch 1, a group of prompts that are decoded together at larger batches. Units are what the intervals
-draw again.
+A *unit* is what is timed as one: a prompt at batch 1, a group of prompts that are decoded together at larger batches. Intervals draw units again;
+turns of one conversation together, as they are not independent.
 """
 
 from __future__ import annotations
@@ -64,27 +64,27 @@ class _Bench:
         self.peak = Peak(target.device)
 
     def items(self, sampling: Sampling) -> list[Item]:
-        """All prompts; those of later turns with the answers that plain decoding gives to the earlier ones."""
+        """All prompts, conversation by conversation; those of later turns with the answers that plain decoding gives to the earlier ones."""
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
         found: list[Item] = []
-        open_ = [(list(c.opening), list(c.later), c.category) for c in self.suite.conversations]
+        open_ = [(list(c.opening), list(c.later), c.category, number) for number, c in enumerate(self.suite.conversations)]
         turn = 0
         while open_:
-            rendered = [Item(render_prompt(tokenizer, messages), category, turn) for messages, _, category in open_]
+            rendered = [Item(render_prompt(tokenizer, messages), category, number, turn) for messages, _, category, number in open_]
             found += rendered
-            going = [i for i, (_, later, _) in enumerate(open_) if later]
+            going = [i for i, (_, later, _, _) in enumerate(open_) if later]
             for start in range(0, len(going), TURN_BATCH):
                 part = going[start : start + TURN_BATCH]
-                params = [replace(sampling.params, seed=self.settings.seed + i) for i in part]
+                params = [replace(sampling.params, seed=self.settings.seed + rendered[i].conversation) for i in part]
                 out = self.plain.generate([rendered[i].ids for i in part], params, self.settings.max_new_tokens, eos_ids=self.stops)
                 for i, tokens in zip(part, out.tokens, strict=True):
-                    messages, later, _ = open_[i]
+                    messages, later, *_ = open_[i]
                     messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
                     messages.append({"role": "user", "content": later.pop(0)})
             open_ = [open_[i] for i in going]
             turn += 1
-        return found
+        return sorted(found, key=lambda item: (item.conversation, item.turn))
 
     def warm_up(self, items: Sequence[Item], params: Sequence[SamplingParams]) -> None:
         """All that will be timed, once, short."""
@@ -106,7 +106,9 @@ class _Bench:
         note: Callable[[int], None],
     ) -> Runs:
         """Decode all units by all engines in turns."""
-        runs = Runs(units, {name: [] for name in names})
+        alone = all(len(unit) == 1 for unit in units)
+        owners = [items[unit[0]].conversation if alone else number for number, unit in enumerate(units)]
+        runs = Runs(units, owners, {name: [] for name in names})
         self.warm_up([items[i] for i in units[0]], [params[i] for i in units[0]])
         for index, unit in enumerate(units):
             prompts, own = [items[i].ids for i in unit], [params[i] for i in unit]
@@ -127,7 +129,7 @@ class _Bench:
 
     def untimed(self, items: Sequence[Item], params: Sequence[SamplingParams], rest: Sequence[int], note: Callable[[int], None]) -> Runs:
         """Decode the other items in ragged batches, for the gate and for tau."""
-        runs = Runs([[i] for i in rest], {"": []})
+        runs = Runs([[i] for i in rest], [items[i].conversation for i in rest], {"": []})
         for start in range(0, len(rest), self.settings.gate_batch):
             part = rest[start : start + self.settings.gate_batch]
             for engine, into in ((self.engines[""], runs.ours[""]), (self.plain, runs.base)):
@@ -189,7 +191,7 @@ def _measure_sampling(bench: _Bench, sampling: Sampling, measured: Measured, pro
     settings, label = bench.settings, sampling.label
     items = bench.items(sampling)
     every = len(items)
-    params = [replace(sampling.params, seed=settings.seed + i) for i in range(every)]
+    params = [replace(sampling.params, seed=settings.seed + item.conversation) for item in items]  # as the answers in its history were drawn
     count = every if settings.timed_prompts is None else min(settings.timed_prompts, every)
 
     def note(index: int) -> None:

@@ -27,7 +27,7 @@ from .cost_model import CostModel
 from .stats import mean_ratio_interval
 
 Z95 = 1.959964
-SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
+SAMPLE = re.compile(r'^([A-Za-z_:][\w:]*)(\{(?:[^"}]|"(?:\\.|[^"\\])*")*\})?\s+(\S+)')  # a label's value may hold braces, and quotes escaped
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,16 @@ def events_of(lines: Iterable[str], where: str) -> Iterator[Event]:
             value = json.loads(line)
             accepted, rounds = float(value["accepted"]), float(value.get("rounds", 1))
             proposed = float(value["proposed"])
-            batch, context = float(value.get("batch", 1)), value.get("context")
-            if not (rounds > 0 and 0 <= accepted <= proposed and batch >= 1 and math.isfinite(proposed)):
+            batch = float(value.get("batch", 1))
+            context = None if value.get("context") is None else float(value["context"])
+            if not (rounds > 0 and 0 <= accepted <= proposed and batch >= 1 and (context is None or context >= 0)):
                 raise ValueError("0 <= accepted <= proposed and rounds > 0 do not hold")
+            if not all(map(math.isfinite, (rounds, proposed, batch, context or 0.0))):
+                raise ValueError("a figure is not finite")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             wanted = '{"accepted": 3, "proposed": 5, "rounds": 1}'
             raise UserError(f"{where}:{number}: wanted {wanted}, got {line.strip()[:80]!r} ({error})") from error
-        yield Event(accepted, proposed, rounds, batch, None if context is None else float(context))
+        yield Event(accepted, proposed, rounds, batch, context)
 
 
 def samples_of(text: str) -> dict[str, list[tuple[str, float]]]:
@@ -117,9 +120,11 @@ def samples_of(text: str) -> dict[str, list[tuple[str, float]]]:
         match = SAMPLE.match(line)
         if match and not line.startswith("#"):
             try:
-                found.setdefault(match[1].removesuffix("_total"), []).append((match[2] or "", float(match[3])))
+                value = float(match[3])
             except ValueError:
                 continue
+            if math.isfinite(value):  # NaN: a gauge that was never set
+                found.setdefault(match[1].removesuffix("_total"), []).append((match[2] or "", value))
     return found
 
 
@@ -221,5 +226,8 @@ def read_source(source: str) -> str | Iterable[str]:
     path = Path(source)
     if not path.is_file():
         raise UserError(f"monitor: wanted a .jsonl of events, a file of metrics, a URL or -, got {source}, which does not exist")
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines() if text.lstrip().startswith("{") else text
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"monitor {source}: wanted a text file in UTF-8, got byte {error.start} that is not") from error
+    return text.split("\n") if text.lstrip().startswith("{") else text

@@ -23,7 +23,17 @@ def only(runs: Runs, items: Sequence[Item], category: str) -> Runs:
         return [values[k] for k in kept] if values else []
 
     ours = {name: pick(generations) for name, generations in runs.ours.items()}
-    return Runs(pick(runs.units), ours, pick(runs.base), pick(runs.eager), pick(runs.assisted), runs.peaks)
+    return Runs(pick(runs.units), pick(runs.owners), ours, pick(runs.base), pick(runs.eager), pick(runs.assisted), runs.peaks)
+
+
+def together(owners: Sequence[int], *columns: Sequence[float]) -> list[list[float]]:
+    """The columns, summed by owner: what belongs together is drawn together."""
+    places = {owner: place for place, owner in enumerate(dict.fromkeys(owners))}
+    sums = [[0.0] * len(places) for _ in columns]
+    for column, into in zip(columns, sums, strict=True):
+        for owner, value in zip(owners, column, strict=True):
+            into[places[owner]] += value
+    return sums
 
 
 def decoded(generation: Generation) -> int:
@@ -49,11 +59,16 @@ def row_of(
     """tau and acceptance over all prompts, speed over the timed units; a prompt that ends with its first token says nothing of either."""
     ours, base, options = runs.ours[name], runs.base, settings.options
     every = [*ours, *(rest.ours[name] if rest is not None else [])]
-    pairs = [(tokens, rounds) for g in every for tokens, rounds in zip(g.tokens, g.rounds, strict=True) if len(tokens) > 1]
+    owners = [*runs.owners, *(rest.owners if rest is not None else [])]
+    told = [(who, tokens, rounds) for who, g in zip(owners, every, strict=True) for tokens, rounds in zip(g.tokens, g.rounds, strict=True)]
+    told = [entry for entry in told if len(entry[1]) > 1]
+    pairs = [(tokens, rounds) for _, tokens, rounds in told]
     if not pairs:
         raise UserError("prompts: wanted some that the target answers with more than one token, got none; raise max_new_tokens, or give others")
     entries = [r for _, rounds in pairs for r in rounds]
-    tau = mean_ratio_interval([len(tokens) - 1 for tokens, _ in pairs], [len(rounds) for _, rounds in pairs], **options)
+    whose = [who for who, _, _ in told] if batch == 1 else list(range(len(told)))
+    emitted, taken = together(whose, [len(tokens) - 1 for tokens, _ in pairs], [len(rounds) for _, rounds in pairs])
+    tau = mean_ratio_interval(emitted, taken, **options)
     clocked = [k for k in range(len(runs.units)) if decoded(ours[k]) > 0 and decoded(base[k]) > 0]
     if not clocked:
         raise UserError("prompts: wanted a timed one that the target answers with more than one token, got none; time more prompts")
@@ -61,18 +76,21 @@ def row_of(
     seconds, base_seconds = [ours[k].times.decode for k in clocked], [base[k].times.decode for k in clocked]
     whole_tokens, base_whole_tokens = ([n + len(runs.units[k]) for n, k in zip(x, clocked, strict=True)] for x in (tokens, base_tokens))
     whole_seconds, base_whole_seconds = ([x[k].times.total for k in clocked] for x in (ours, base))
-    speed = paired_ratio_interval(tokens, seconds, base_tokens, base_seconds, **options)
-    whole = paired_ratio_interval(whole_tokens, whole_seconds, base_whole_tokens, base_whole_seconds, **options)
+    timed = [runs.owners[k] for k in clocked]
+    speed = paired_ratio_interval(*together(timed, tokens, seconds, base_tokens, base_seconds), **options)
+    whole = paired_ratio_interval(*together(timed, whole_tokens, whole_seconds, base_whole_tokens, base_whole_seconds), **options)
     eagerly = [p for p, k in enumerate(clocked) if k < len(runs.eager) and runs.eager[k].tokens > 0]
     helped = [p for p, k in enumerate(clocked) if k < len(runs.assisted) and runs.assisted[k].tokens > 0]
     theirs, aided = [runs.eager[clocked[p]] for p in eagerly], [runs.assisted[clocked[p]] for p in helped]
     against = helping = None
     if theirs:
         mine = [tokens[p] for p in eagerly], [seconds[p] for p in eagerly]
-        against = paired_ratio_interval(*mine, [t.tokens for t in theirs], [t.seconds for t in theirs], **options)
+        columns = *mine, [t.tokens for t in theirs], [t.seconds for t in theirs]
+        against = paired_ratio_interval(*together([timed[p] for p in eagerly], *columns), **options)
     if aided:
         mine = [whole_tokens[p] for p in helped], [whole_seconds[p] for p in helped]
-        helping = paired_ratio_interval(*mine, [t.tokens for t in aided], [t.seconds for t in aided], **options)
+        columns = *mine, [t.tokens for t in aided], [t.seconds for t in aided]
+        helping = paired_ratio_interval(*together([timed[p] for p in helped], *columns), **options)
     max_depth = max(engine.max_depth, max(r.accepted for r in entries))
     reached = [sum(r.accepted >= d for r in entries) for d in range(max_depth + 1)]
     draft, verify, total = (sum(getattr(ours[k].times, part) for k in clocked) for part in ("draft", "verify", "decode"))
@@ -120,7 +138,7 @@ def row_of(
             overhead_ms=1e3 * max(0.0, total - draft - verify) / timed_rounds,
         ),
         sampling=sampling.settings,
-        observations=len(clocked),
+        observations=len(set(timed)),
         memory=memory,
         load_seconds=load_seconds,
     )

@@ -43,10 +43,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt as token ids. turn: how many answers of the target precede it in its conversation."""
+    """One prompt as token ids. conversation: which of the suite's; turn: how many answers of the target precede it there."""
 
     ids: list[int]
     category: str
+    conversation: int
     turn: int
 
 
@@ -71,6 +72,7 @@ class Runs:
     """What decoding gave, unit by unit. ours: by drafter, "" being the one that is measured. base: plain decoding. Peaks are MiB."""
 
     units: list[list[int]]  # the items of each
+    owners: list[int]  # the conversation of each, or its own number where it has several: what the intervals draw again
     ours: dict[str, list[Generation]]
     base: list[Generation] = field(default_factory=list)
     eager: list[Timed] = field(default_factory=list)

@@ -271,6 +271,11 @@ class Row:
         return self.lossless.passed
 
     @property
+    def observed(self) -> int:
+        """Observations behind the intervals of speed: one alone has no spread to draw an interval from."""
+        return self.prompts if self.observations is None else self.observations
+
+    @property
     def defaults(self) -> bool:
         """Whether it was sampled as the model's own generation_config says."""
         return bool(self.sampling.get("model_default"))

@@ -76,7 +76,10 @@ def _alpaca(row: Mapping[str, Any]) -> list[str]:
 
 
 def _turns(row: Mapping[str, Any]) -> list[str]:
-    return list(row["turns"] if "turns" in row else row["prompt"])  # FastChat's own file, or its copy on the hub
+    turns = row["turns"] if "turns" in row else row["prompt"]  # FastChat's own file, or its copy on the hub
+    if isinstance(turns, str):
+        raise TypeError("turns are a list of texts")
+    return list(turns)
 
 
 SOURCES: dict[str, Source] = {
@@ -174,7 +177,11 @@ def _rows(path: Path) -> Iterable[tuple[int, Any]]:
     if not path.is_file():
         wanted = f'"stdlib", a .jsonl file, or one of {", ".join(SOURCES)} (also NAME:FILE.jsonl)'
         raise UserError(f"prompts: wanted {wanted}, got {path}, which does not exist")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: wanted a text file in UTF-8, got byte {error.start} that is not; save it as UTF-8") from error
+    for number, line in enumerate(text.split("\n"), 1):  # a text within may hold what else ends a line, such as U+2028
         if line.strip():
             try:
                 yield number, json.loads(line)
@@ -187,11 +194,13 @@ def _conversation(row: Any, where: str) -> Conversation:
     try:
         category = str(row.get("category") or ALL)
         if "turns" in row:
-            opening, *later = (str(turn) for turn in row["turns"])
+            opening, *later = _texts(row["turns"])
             return Conversation([{"role": "user", "content": opening}], tuple(later), category)
         if "messages" not in row:
-            return Conversation([{"role": "user", "content": str(row["prompt"])}], (), category)
-        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]]
+            (prompt,) = _texts([row["prompt"]])
+            return Conversation([{"role": "user", "content": prompt}], (), category)
+        contents = _texts([m["content"] for m in row["messages"]])
+        messages = [{"role": str(m["role"]), "content": content} for m, content in zip(row["messages"], contents, strict=True)]
         spoken = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         if not messages[:spoken]:
             raise ValueError("nothing before the assistant")
@@ -199,3 +208,10 @@ def _conversation(row: Any, where: str) -> Conversation:
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         wanted = '{"messages": [..]}, {"prompt": ..} or {"turns": [..]}'
         raise UserError(f"{where}: wanted {wanted}, got {json.dumps(row)[:80]}") from error
+
+
+def _texts(values: Any) -> list[str]:
+    """Raises TypeError for what is no list of texts: a text alone would be taken for its letters."""
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError("a list of texts")
+    return values

@@ -110,7 +110,7 @@ def _cells(row: Row, *, times: str, name_rule: bool) -> Cells:
         return FAIL if not row.passed else ABSENT if value is None else f"{value:.2f}{times}"
 
     def gain_ci(span: Span | None) -> str:
-        return _span(span, row.prompts) if row.passed else ""
+        return _span(span, row.observed) if row.passed else ""
 
     speeds, ratios, whole, gate = row.tokens_per_second, row.speedup, row.speedup_end_to_end, row.lossless
     return Cells(
@@ -190,9 +190,9 @@ def losses(report: Report) -> list[str]:
     found = []
     for row in report.overall:
         low, high = row.speedup.engine_ci
-        if row.passed and low < 1:
-            verdict = "Speculation does not pay" if high < 1 else "It is not certain that speculation pays"
-            span = f" ({_span(row.speedup.engine_ci, row.prompts)})" if row.prompts > 1 else ""
+        if row.passed and (low < 1 if row.observed > 1 else row.speedup.engine < 1):
+            verdict = "Speculation does not pay" if high < 1 and row.observed > 1 else "It is not certain that speculation pays"
+            span = f" ({_span(row.speedup.engine_ci, row.observed)})" if row.observed > 1 else ""
             found.append(f"{verdict} at {setting(row)}: {row.speedup.engine:.2f}x the speed of plain decoding{span}.")
     return found
 
@@ -236,8 +236,8 @@ def headline_words(report: Report) -> tuple[str, str, str]:
         return FAIL, "", f"not lossless: the output differs from plain decoding ({places}). A decoder that changes the output has no speed-up."
     if row is None:
         return ABSENT, "", "no results in this report."
-    span = _span(row.speedup.engine_ci, row.prompts)
-    interval = f"95 % interval {span}" if span else "no interval: one prompt"
+    span = _span(row.speedup.engine_ci, row.observed)
+    interval = f"95 % interval {span}" if span else "no interval: one prompt was timed"
     eager = "" if row.speedup.eager is None else f"; {row.speedup.eager:.2f}× that of transformers generate"  # noqa: RUF001
     where = f"{row.suite}, {setting(row)}, {_label(report.hardware, 'name', 'device')}"
     return f"{row.speedup.engine:.2f}×", interval, f"the speed of our own plain decoding ({where}){eager}."  # noqa: RUF001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def test_what_cannot_be_checked_is_refused(folder: Path, tmp_path: Path) -> None
     strange.tokenizer = type("Other", (Letters,), {"get_vocab": lambda self: {"a": 1}})()
     with pytest.raises(UserError, match="wanted the target's tokenizer"):
         check(folder, strange, measure=True)
-    for text, says in (("{", "damaged file"), ('{"schema": "x"}', "damaged file")):
+    other = json.dumps({**json.loads((folder / "acceptance.json").read_text()), "decode": {"depth": 3, "bush": 1}})
+    for text, says in (("{", "damaged file"), ('{"schema": "x"}', "damaged file"), (other, "damaged file .*bush")):
         copy = tmp_path / "copy"
         copy.mkdir(exist_ok=True)
         (copy / "acceptance.json").write_text(text)

@@ -96,6 +96,15 @@ def test_memory_stands_beside_the_size_and_a_model_s_own_sampling_is_left_out(tm
     assert "<!-- memory, MiB -->" in (tmp_path / "plot.svg").read_text()
 
 
+def test_runs_of_one_name_are_all_compared_and_one_prompt_proves_nothing(tmp_path: Path) -> None:
+    lone = dataclasses.replace(row(0.0, 2.5, 1.5, 1.0), observations=1)  # its interval has no width, which is no certainty
+    runs = [save(tmp_path / "x" / "run", "medusa", [lone]), save(tmp_path / "y" / "run", "medusa", [row(0.0, 2.0, 1.2, 1.01)])]
+    entries = gather([*runs, runs[0]])
+    assert [entry.name for entry in entries] == [f"run (medusa) in {run}" for run in runs]
+    (verdict,) = verdicts(entries)
+    assert verdict.ratio == pytest.approx(1.25) and verdict.lo == 0 and str(verdict).endswith("not certain")
+
+
 def test_what_failed_the_gate_has_no_speed_and_wins_nothing(runs: list[Path], tmp_path: Path) -> None:
     bad = save(tmp_path / "c", "dflash", [row(0.0, 4.0, 3.0, 1.1, passed=False)])
     entries = gather([*runs, bad])

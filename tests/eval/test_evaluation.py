@@ -21,6 +21,7 @@ from draftsmith.eval import baselines, harness
 from draftsmith.eval.evaluation import run_evaluation
 from draftsmith.eval.gate import audit
 from draftsmith.eval.harness import evaluate
+from draftsmith.eval.rows import together
 from draftsmith.eval.runs import Settings
 from draftsmith.eval.schema import Row
 from draftsmith.heads.standalone import Standalone
@@ -216,6 +217,28 @@ def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest
     answer = Engine(chatting).generate([first], SamplingParams(), 8).tokens[0]
     assert history[1]["content"] == chatting.tokenizer.decode(answer)  # type: ignore[union-attr]
     assert [m["content"] for m in history[2::2]] == ["and then?", "so?"]
+
+
+def test_turns_of_one_conversation_are_drawn_together_and_sampled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the history of a later turn is the very answer that is measured, and both turns are one observation."""
+    chatting = tiny(chat=True)
+    rendered: list[list[dict[str, str]]] = []
+
+    def render(tokenizer: Any, messages: Any) -> list[int]:
+        rendered.append([dict(m) for m in messages])
+        return render_prompt(tokenizer, messages)
+
+    monkeypatch.setattr(harness, "render_prompt", render)
+    prompts = suite(3, later=[(), ("and then?",), ("so?",)])
+    bench = harness._Bench(chatting, itself(chatting, depth=2), prompts, Settings(max_new_tokens=8, **QUICK), {}, None, 0.0)
+    sampling = harness.samplings(chatting, Settings(temperatures=(1.0,)))[0]
+    items = bench.items(sampling)
+    assert [(item.conversation, item.turn) for item in items] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+    (row,) = evaluate(chatting, itself(chatting, depth=2), prompts, Settings(temperatures=(1.0,), max_new_tokens=8, **QUICK)).rows
+    assert (row.prompts, row.observations) == (5, 3)
+    first = Engine(chatting).generate([items[1].ids], SamplingParams(temperature=1.0, seed=1), 8).tokens[0]
+    assert rendered[3][1]["content"] == chatting.tokenizer.decode(first)  # type: ignore[union-attr]
+    assert together([7, 4, 7], [1, 2, 3], [10, 20, 30]) == [[4, 2], [40, 20]]
 
 
 # Baselines

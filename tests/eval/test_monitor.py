@@ -53,6 +53,20 @@ def test_sglang_s_gauge_is_judged_without_an_interval() -> None:
         event_of_metrics("vllm:num_requests_running 3\n")
 
 
+def test_the_text_format_s_odd_corners() -> None:
+    """Braces and escaped quotes in labels, a gauge that was never set, comments, time stamps."""
+    text = """# HELP vllm:spec_decode_num_drafts how many {there} were
+vllm:spec_decode_num_drafts_total{model_name="a}b \\"c\\" {d}",engine="0"} 10 1700000000
+vllm:spec_decode_num_drafts_total{engine="1"} 20
+vllm:spec_decode_num_draft_tokens_total{model_name="a}b"} 60
+vllm:spec_decode_num_accepted_tokens_total 30
+sglang:spec_accept_length NaN
+"""
+    assert event_of_metrics(text) == (Event(30, 60, 30), None)
+    with pytest.raises(UserError, match="is speculation on"):
+        event_of_metrics("sglang:spec_accept_length NaN\n")
+
+
 def test_it_is_the_cost_that_decides_not_a_fixed_acceptance() -> None:
     """The same 30 % of draft tokens pays where drafting is cheap, and not where it is dear, nor at a batch where verification is."""
     dear = CostModel((Condition(batch=1, context=100, t_ar=4.0, verify=((1, 4.0), (64, 5.0)), fixed=0.5, level=2.0),))
@@ -74,10 +88,13 @@ def test_windows_hold_whole_events() -> None:
     assert [len(group) for group in groups] == [2, 2, 2, 1]
 
 
+UNFIT = tuple('{"accepted": 1, "proposed": 4, ' + rest + "}" for rest in ('"context": "long"', '"rounds": Infinity', '"batch": NaN', '"context": -1'))
+
+
 def test_lines_that_are_none_are_named() -> None:
     good = '{"accepted": 2, "proposed": 4}'
     assert list(events_of([good, "", good], "f")) == [Event(2, 4, 1)] * 2
-    for bad in ("{", "[]", '{"accepted": 5, "proposed": 4}', '{"accepted": 1}', '{"accepted": 1, "proposed": 4, "rounds": 0}'):
+    for bad in ("{", "[]", '{"accepted": 5, "proposed": 4}', '{"accepted": 1}', '{"accepted": 1, "proposed": 4, "rounds": 0}', *UNFIT):
         with pytest.raises(UserError, match="f:2: wanted"):
             list(events_of([good, bad], "f"))
 
@@ -132,4 +149,6 @@ def test_the_command(costs: Path, tmp_path: Path, server: str) -> None:
     metrics = tmp_path / "metrics.txt"
     metrics.write_text(VLLM)
     assert run(str(metrics))[0] == 0
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "wanted a text file in UTF-8" in run(str(tmp_path / "binary"))[1]
     assert "does not exist" in run(str(tmp_path / "none"))[1] and "wanted a server's metrics" in run("http://127.0.0.1:9/x")[1]

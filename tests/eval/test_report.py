@@ -26,6 +26,7 @@ from draftsmith.eval.report import read_report, terminal_table, write_report
 from draftsmith.eval.runs import Settings
 from draftsmith.eval.schema import CostReport, Limits, Prediction, Report
 from draftsmith.eval.suites import load_suite
+from draftsmith.eval.wording import losses
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.schema import TargetRef
 from rich.console import Console
@@ -205,3 +206,16 @@ def test_the_thread_count_is_measured_or_taken_as_given(target: Target) -> None:
         assert choose_threads(target, prompt, 1) == {"threads": 1} and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_where_speculation_does_not_pay_is_said_in_every_rendering(report: Report) -> None:
+    """The headline speaks of the lowest temperature alone."""
+    slow = dataclasses.replace(report.results[1].speedup, engine=0.9, engine_ci=(0.8, 0.97))
+    fast = dataclasses.replace(report.results[0].speedup, engine=1.3, engine_ci=(1.2, 1.4))
+    rows = [dataclasses.replace(row, speedup=speedup) for row, speedup in zip(report.results, (fast, slow), strict=True)]
+    told = dataclasses.replace(report, results=rows, drafter={**report.drafter, "choice": ["draft chosen for this machine: a chain of 2"]})
+    shown = (str(terminal_table(told).renderables), render_markdown(told), render_html(told))
+    assert losses(told) == ["Speculation does not pay at T=1, batch 1: 0.90x the speed of plain decoding (0.80–0.97)."]  # noqa: RUF001
+    assert all("Speculation does not pay at T=1" in text and "Draft chosen for this machine: a chain of 2" in text for text in shown)
+    alone = dataclasses.replace(told, results=[dataclasses.replace(row, observations=1) for row in rows])
+    assert "no interval: one prompt was timed" in render_markdown(alone) and "It is not certain that speculation pays at T=1" in losses(alone)[0]

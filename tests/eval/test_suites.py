@@ -80,10 +80,20 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ('{"text": "x"}', ":1: wanted"),
         ('{"messages": []}', ":1: wanted"),
         ("[]", ":1: wanted"),
+        ('{"turns": "abc"}', ":1: wanted"),  # would be taken for three turns of a letter
+        ('{"prompt": ["a", "b"]}', ":1: wanted"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}', ":1: wanted"),
     ):
         bad.write_text(text)
         with pytest.raises(UserError, match=says):
             load_suite(str(bad), 1, split="test")
+    bad.write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(UserError, match="wanted a text file in UTF-8, got byte 15"):
+        load_suite(str(bad), 1, split="test")
+    bad.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")  # what else ends a line belongs to the text
+    assert load_suite(str(bad), 1, split="test").prompts == [[{"role": "user", "content": "a\u2028b\x85c"}]]
+    with pytest.raises(UserError, match=r"suite mt_bench, row 1: wanted the columns turns"):
+        load_suite(f"mt_bench:{lines(tmp_path / 'm.jsonl', [{'turns': 'abc', 'category': 'c'}])}", 1, split="test")
     with pytest.raises(UserError, match=r"suite gsm8k, row 1: wanted the columns question, got text"):
         load_suite(f"gsm8k:{lines(tmp_path / 'g.jsonl', [{'text': 'x'}])}", 1, split="test")
     with pytest.raises(UserError, match="which does not exist"):

@@ -163,6 +163,8 @@ def test_the_folder_s_tuning_is_what_decoding_uses_unless_told_otherwise(tmp_pat
     assert decode_settings(head, made, depth=3) == Decode(tree="chain", depth=3)
     sharp = dataclasses.replace(made, confidence={"greedy": [0.4], "sampled": []})  # which no tree's shape depends on
     assert decode_settings(head, sharp, tree="dynamic", depth=2) == Decode(tree="dynamic", depth=2, greedy_temperatures=[0.4])
+    with pytest.raises(UserError, match="wanted the keys of a recipe's section decode"):
+        decode_settings(head, dataclasses.replace(made, decode={"bush": 1}))
     for text in ("{", '{"schema": "other"}', json.dumps({**dataclasses.asdict(made), "num_speculative_tokens": 0})):
         (tmp_path / "tuning.json").write_text(text)
         with pytest.raises(UserError, match="wanted the output of draftsmith tune"):
