@@ -76,7 +76,9 @@ class InEngine:
 
 
 def engine_python(format_name: str, given: str | None) -> str:
-    """The interpreter of the engine's environment. Raises UserError if it is no file."""
+    """The interpreter of the engine's environment. Raises UserError if it is none, or if nothing runs this engine."""
+    if format_name not in RUNNERS:
+        raise UserError(f"--verify: wanted one of {', '.join(RUNNERS)}, got {format_name}, which is checked by its rules only")
     variable = f"DRAFTSMITH_{format_name.upper().replace('-', '_')}_PYTHON"
     path = os.path.abspath(os.path.expanduser(given or os.environ.get(variable) or sys.executable))  # not resolved: a venv's python is a link
     if not os.access(path, os.X_OK) or not Path(path).is_file():
@@ -86,8 +88,6 @@ def engine_python(format_name: str, given: str | None) -> str:
 
 def run_engine(format_name: str, python: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run a job in the engine. Raises UserError with the last lines that it said if it fails."""
-    if format_name not in RUNNERS:
-        raise UserError(f"--verify: wanted one of {', '.join(RUNNERS)}, got {format_name}, which is checked by its rules only")
     script = Path(__file__).parent / "runners" / f"{RUNNERS[format_name]}_runner.py"
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place) / name for name in ("job.json", "result.json")]

@@ -100,7 +100,13 @@ def wait_for(running: subprocess.Popen[bytes], address: str, log: Path) -> None:
             return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)
-    sys.exit(f"llama-server did not start: {' | '.join(log.read_text(errors='replace').strip().splitlines()[-4:])}")
+    sys.exit(f"llama-server did not start: {last_lines(log)}")
+
+
+def last_lines(log: Path) -> str:
+    """What it said last, errors first."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " | ".join([line for line in lines if " E " in line or "GGML_ASSERT" in line][-2:] or lines[-3:])
 
 
 def drafts_of(log: str) -> list[list[list[int]]]:
@@ -152,6 +158,8 @@ def main(job_file: str, result_file: str) -> None:
                 outputs.append(answer["tokens"])
                 accepted += answer["timings"].get("draft_n_accepted", 0)
                 drafted += answer["timings"].get("draft_n", 0)
+        except (urllib.error.URLError, ConnectionError) as error:
+            sys.exit(f"llama-server failed ({error}): {last_lines(log)}")
         finally:
             running.terminate()
             running.wait()

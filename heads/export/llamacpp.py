@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ... import UserError
 from . import vllm
@@ -21,6 +22,7 @@ from .common import (
     Layout,
     Loader,
     Source,
+    TargetFacts,
     check_vocabulary,
     first_refusal,
     raw_taps,
@@ -77,6 +79,13 @@ def dspark(source: Source) -> Layout:
     return layout
 
 
+def not_the_last_layer(config: Any, facts: TargetFacts) -> str | None:
+    """Block drafters get what layers read; behind the last layer it stops with an assertion. For EAGLE-3 it has another way."""
+    if config.taps[-1] < facts.num_layers:
+        return None
+    return f"stops on heads of this kind that read the last layer's output, got taps {list(config.taps)}; use taps below {facts.num_layers}"
+
+
 def converter() -> Path | None:
     """The installed converter. Raises UserError if the variable names a folder without it."""
     named = os.environ.get(FOLDER)
@@ -130,8 +139,8 @@ ENGINE = Engine(
             ),
             first_refusal(raw_taps, three_taps_one_layer, shared_embeddings),
         ),
-        "dflash": Loader(dflash, DFLASH_RULES, first_refusal(raw_taps, shared_embeddings)),
-        "dspark": Loader(dspark, vllm.DSPARK_RULES, first_refusal(raw_taps, shared_embeddings)),
+        "dflash": Loader(dflash, DFLASH_RULES, first_refusal(raw_taps, not_the_last_layer, shared_embeddings)),
+        "dspark": Loader(dspark, vllm.DSPARK_RULES, first_refusal(raw_taps, not_the_last_layer, shared_embeddings)),
     },
     why_not={"eagle1": "its converter has no map for it", "mtp": "it has MTP of other targets only"},
 )

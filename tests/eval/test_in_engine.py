@@ -57,8 +57,8 @@ def test_passing_wants_the_same_output_and_the_same_acceptance() -> None:
 def test_an_engine_that_is_not_there_or_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--engine-python: wanted the python of the environment of vllm"):
         engine_python("vllm", str(tmp_path / "none"))
-    monkeypatch.setenv("DRAFTSMITH_TENSORRT_LLM_PYTHON", sys.executable)
-    assert engine_python("tensorrt-llm", None) == sys.executable
+    monkeypatch.setenv("DRAFTSMITH_LLAMACPP_PYTHON", sys.executable)
+    assert engine_python("llamacpp", None) == sys.executable
     script = tmp_path / "python"
     script.write_text("")
     with pytest.raises(UserError, match=f"got {script}"):  # no program
@@ -70,7 +70,7 @@ def test_an_engine_that_is_not_there_or_fails_is_one_line(tmp_path: Path, monkey
     with pytest.raises(UserError, match="DRAFTSMITH_LLAMACPP: wanted llama"):
         run_engine("llamacpp", sys.executable, {})
     with pytest.raises(UserError, match="checked by its rules only"):
-        run_engine("tgi", sys.executable, {})
+        engine_python("tgi", sys.executable)
     with pytest.raises(UserError, match=r"vllm failed in .*No module named 'vllm'"):
         run_engine("vllm", sys.executable, {})
 

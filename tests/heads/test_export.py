@@ -306,6 +306,12 @@ def test_a_launch_command_without_its_layers_is_found(target: Target, place: Pat
         ("transformers", "mtp", {"raw_feature": True}, "train with drafter.raw_feature=false; formats for it as it is: vllm"),
         ("vllm", "eagle3", {"taps": [0, 2]}, "engines capture nothing else"),
         ("llamacpp", "eagle3", {"taps": [2, 5]}, "wanted three taps"),
+        (
+            "llamacpp",
+            "dflash",
+            {"taps": [2, 10]},
+            "the last layer's output.*below 10; formats for it as it is: vllm, speculators, sglang, trans",
+        ),
         ("openvino", "eagle3", {"num_layers": 2}, "one decoder layer, got 2"),
         ("tensorrt-llm", "eagle3", {"norm_features": True}, "does not compute EAGLE-3.1's norms"),
         ("sglang", "dspark", {"draft_vocab_size": CUT}, "has no draft vocabulary"),
