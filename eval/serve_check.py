@@ -335,18 +335,18 @@ def main(arguments: Sequence[str]) -> int:
     target = Target.load(TargetRef(path=given.target).location, dtype="float32", device="cpu")
     assert target.tokenizer is not None
     prompts = [render_prompt(target.tokenizer, prompt) for prompt in load_suite("stdlib", given.prompts, split="test").prompts]
-    before = passed_before(given.out) if given.resume else {}
-    cases: list[Case] = []
+    found = passed_before(given.out) if given.resume else {}
     for entry in given.engine:
         engine, _, python = entry.partition("=")
         checker = Checker(engine, engine_python(engine, python or None), target, given.out.resolve())
         for method, kind, run in planned(checker, given, prompts):
             if given.methods and method not in given.methods:
                 continue
-            case = before.get((engine, method, kind)) or run()
-            cases.append(case)
-            write(cases, given.out)
+            key = engine, method, kind
+            found[key] = case = found.get(key) or run()
+            write([*found.values()], given.out)
             print(f"{case.engine} {case.method} {case.kind}: {'pass' if case.passed else 'FAIL'} ({case.found})", flush=True)
+    cases = [*found.values()]
     Console(width=200).print(found_table(cases))
     header, rows = matrix(cases)
     shown = Table(*header)
