@@ -325,6 +325,21 @@ class Target:
         if device == self.device:
             self._fused = fuse(list(self.layers), str(getattr(self.model.config, "_attn_implementation", "")))
 
+    def shard_layers(self, mesh: Any) -> None:
+        """Keep this process's part of each decoder layer only; a layer is gathered while it runs. The rest stays whole.
+
+        mesh: a device mesh. From now on all its processes ask for `features` together, and for nothing else that runs the layers.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        self.identity = self.fingerprint()
+        for layer in self.layers:
+            vars(layer).pop("forward", None)  # fused layers hold the weights themselves
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.contiguous()  # and have laid them side by side
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        self._fused, self._cache = None, None
+
     # -- identity --------------------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -54,6 +54,7 @@ class TargetRef(Section):
     revision: Text | None = None  # a branch, tag or commit on the hub
     template: dict[str, Any] = field(default_factory=dict)  # what its chat template is given beside the messages, such as {enable_thinking: false}
     compile: bool = False  # torch.compile for the layers; the first requests wait for the compiler
+    shard: bool = False  # while training, every process keeps a part of each layer, and all gather it while it runs
 
     @property
     def location(self) -> str:
@@ -192,7 +193,7 @@ class Features(Section):
     shard_mib: Positive = 256.0
     ring_gib: Positive = 8.0  # the most that a ring holds
     ring_on: Literal["memory", "disk"] = "memory"
-    measure: Literal["target", "loss"] = "target"  # of a training from a store; target: is loaded to measure; loss: chooses checkpoints instead
+    measure: Literal["target", "loss"] = "target"  # of a training from a store or shards; target: is loaded to measure; loss: chooses instead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ NOT_MEASURED = (
 
 def measures(recipe: DrafterRecipe) -> bool:
     """Whether decoding is measured."""
-    return recipe.features.source != "store" or recipe.features.measure == "target"
+    return recipe.features.measure == "target" or (recipe.features.source != "store" and not recipe.target.shard)
 
 
 @contextmanager
 def whole(recipe: DrafterRecipe, target: Target, drafter: Any) -> Iterator[Target]:
-    """The target with its layers, which the drafter is bound to meanwhile; if training does without them, they come for the time."""
-    if not isinstance(target, LightTarget):
+    """The target with its layers, which the drafter is bound to meanwhile; if training does without them, or has shards, they come for the time."""
+    if not isinstance(target, LightTarget) and not recipe.target.shard:
         with on_device(target) if recipe.features.source == "ring" else nullcontext():
             yield target
         return

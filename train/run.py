@@ -46,6 +46,7 @@ from .loop import fit, progress_bar
 from .objectives import OBJECTIVES
 from .objectives.common import Objective
 from .plan import check_plan
+from .sharding import check_sharding, shard_target
 from .starts import check_draft
 from .tracking import check_trackers, log_report, start_trackers
 from .trainee import check_decode
@@ -122,6 +123,7 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     main_process = accelerator.is_main_process
     if _finished(recipe):
         return _finish(read_report(folder / "eval" / "report.json"), folder) if main_process else 0
+    check_sharding(recipe, accelerator.num_processes)
     check_plan(recipe, objective, accelerator.num_processes)
     target = load_target(recipe, str(accelerator.device))
     check_exports(recipe, folder, target)
@@ -142,6 +144,8 @@ def train_drafter(recipe: DrafterRecipe, folder: Path) -> int:
     trained = kept_figures(folder)
     if trained is None:
         trained_on = target if recipe.adapter.rank is None else tuning.tunable(recipe, target)
+        if recipe.target.shard:
+            shard_target(target, accelerator)
         try:
             figures |= fit(recipe, objective, folder, accelerator, trained_on, sequences)
         except Interrupted as stop:
@@ -169,7 +173,8 @@ def _conclude(recipe: DrafterRecipe, folder: Path, accelerator: Accelerator, tar
     if not measures(recipe):
         console.print(f"drafter: {(folder / 'drafter').resolve()}; {NOT_MEASURED}", soft_wrap=True, highlight=False)
         return 0
-    if recipe.adapter.rank is not None or isinstance(target, LightTarget):  # the one that was trained on is no plain target any more, or none at all
+    # The one that was trained on is no plain target any more, or none at all.
+    if recipe.adapter.rank is not None or isinstance(target, LightTarget) or recipe.target.shard:
         target = load_whole(recipe, str(accelerator.device))
     calibrate_drafter(recipe, folder / "drafter", target)
     decode, tuned = (recipe.decode, None) if not recipe.eval.tune else _tune(recipe, folder / "drafter", target)

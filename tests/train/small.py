@@ -19,10 +19,12 @@ import torch
 from accelerate import Accelerator
 from draftsmith.decode.target import Target
 from draftsmith.recipes.schema import DrafterRecipe, load_recipe
-from draftsmith.train import engines, loop, starts
+from draftsmith.train import engines, judging, loop, starts
 from draftsmith.train.guard import Interrupted
 from draftsmith.train.run import make_objective
+from draftsmith.train.sharding import shard_target
 from draftsmith.train.templates import Sample
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 STEPS = 8
@@ -101,9 +103,15 @@ def train(folder: Path, *settings: str, stop: int | None = None) -> list[dict[st
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch, watched(folder, stop):
         patch.setattr(loop, "measured_tau", fake_tau)
+        patch.setattr(judging, "load_whole", lambda *_: target())
         patch.setattr(starts, "load_drafter", lambda *_: None)  # no folder of a draft model is read without a tokenizer
         try:
-            loop.fit(made, make_objective(made), folder, Accelerator(), target(), sequences())
+            accelerator, frozen = Accelerator(), target()
+            if made.target.shard:
+                shard_target(frozen, accelerator)
+            loop.fit(made, make_objective(made), folder, accelerator, frozen, sequences())
+            if made.target.shard:  # it was cut up, and each layer was put back in its shards
+                assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in frozen.layers.parameters())
         except Interrupted:
             assert stop is not None
     return curve(folder)
@@ -124,6 +132,9 @@ def main(folder: Path) -> None:
         train(folder / "fsdp2-muon", "train.optimizer=muon", "train.lr=1e-2")
     with engine("fsdp2"):  # a draft model that learns from texts needs no features of the target
         train(folder / "fsdp2-hard", *HARD)
+    for name in ("ddp", "fsdp2"):
+        with engine(name):
+            train(folder / f"{name}-shards", "target.shard=true", "train.keep_features_gib=0")
     for name in ("fsdp2", "zero3"):
         with engine(name):
             train(folder / f"{name}-again", "train.activation_checkpointing=true")

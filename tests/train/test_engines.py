@@ -60,6 +60,11 @@ def test_a_draft_that_learns_from_texts_under_fsdp2_is_that_of_one_process(runs:
     close(runs / "fsdp2-hard", runs / "single-hard")
 
 
+@pytest.mark.parametrize("name", ["ddp-shards", "fsdp2-shards"])
+def test_a_target_in_shards_gives_the_same_curve(runs: Path, name: str) -> None:
+    close(runs / name, runs / "single")
+
+
 @pytest.mark.parametrize("name", ["fsdp2-again", "zero3-again"])
 def test_activations_are_computed_again_where_parameters_are_gathered(runs: Path, name: str) -> None:
     close(runs / name, runs / "single")

@@ -11,6 +11,7 @@ from draftsmith.heads.registry import new_head, save_drafter
 from draftsmith.recipes.schema import DrafterRecipe, load_recipe
 from draftsmith.train import run as stages
 from draftsmith.train.run import run
+from draftsmith.train.sharding import check_sharding
 from draftsmith.train.trainee import HeadTrainee
 
 from . import small
@@ -34,7 +35,7 @@ def test_settings_that_only_the_evaluation_reads_are_refused_before_anything_is_
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(stages, "load_target", fail)
-    made = load_recipe(f"quickstart/{name}", [f"out={tmp_path}", "decode.tree=chain", "decode.nodes=null", *settings])
+    made = load_recipe(f"quickstart/{name}", [f"out={tmp_path}", "eval.tune=false", "decode.tree=chain", "decode.nodes=null", *settings])
     with pytest.raises(UserError, match=says):
         run(made)
 
@@ -49,7 +50,9 @@ def test_settings_that_only_the_evaluation_reads_are_refused_before_anything_is_
 )
 def test_drafts_that_it_cannot_make_are_refused_when_it_is_made(settings: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        HeadTrainee.of(small.recipe(*OTHER, "drafter.method=medusa", "decode.depth=3", *settings), small.target(), small.sequences())
+        HeadTrainee.of(
+            small.recipe(*OTHER, "drafter.method=medusa", "decode.depth=3", "eval.tune=false", *settings), small.target(), small.sequences()
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,3 +79,19 @@ def test_a_drafter_that_goes_on_has_the_sizes_that_the_recipe_says(tmp_path: Pat
     with pytest.raises(UserError) as error:
         trainee(f"drafter.{other}")
     assert str(error.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "says"),
+    [
+        ([], 1, "target.shard: wanted false, as this is one process"),
+        (["train.keep_features_gib=1"], 2, "train.keep_features_gib: wanted 0, as the target is in shards"),
+        (["features.source=ring"], 2, "features.source: wanted online, as the target is in shards .*, got ring"),
+        (["drafter.init=target"], 2, "drafter.init: wanted null or a folder, as the target is in shards"),
+    ],
+)
+def test_what_shards_of_a_target_cannot_do_is_refused(settings: list[str], processes: int, says: str) -> None:
+    made = small.recipe("target.shard=true", "train.keep_features_gib=0", *settings)
+    with pytest.raises(UserError, match=says):
+        check_sharding(made, processes)
+    check_sharding(small.recipe("target.shard=true", "train.keep_features_gib=0"), 2)
