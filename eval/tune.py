@@ -186,8 +186,8 @@ class Candidate:
 class TuneSettings:
     """temperatures: those that decoding is tuned for, equally. most_nodes, deepest: of a dynamic tree. timed_prompts: at each temperature.
 
-    static: look at static trees too, and measure acceptance by rank. clock: time.process_time on a busy machine, with one thread.
-    """
+    static: look at static trees too, and measure acceptance by rank. sampled_latencies: measure those of sampled rows apart, not as greedy ones'.
+    cautious: see `choose`."""
 
     temperatures: Sequence[float] = (0.0, 1.0)
     max_new_tokens: int = 64
@@ -197,6 +197,11 @@ class TuneSettings:
     timed_tokens: int = 48
     repeats: int = 3
     static: bool = True
+    sampled_latencies: bool = True
+    cautious: bool = True
+    longest_chain: int = LONGEST_CHAIN
+    calibration_rows: int = 24
+    calibration_tokens: int = 64
     seed: int = 0
     clock: Clock = time.perf_counter
 
@@ -240,7 +245,7 @@ class Tuner:
         if not self.rows:
             raise UserError("tune: wanted development prompts that are answered with more than one token, got none; raise --max-new-tokens")
         self.middle = sorted((r.prompt for r in self.rows), key=len)[len(self.rows) // 2]
-        self.longest: int = getattr(drafter, "longest", None) or LONGEST_CHAIN
+        self.longest: int = min(getattr(drafter, "longest", None) or settings.longest_chain, settings.longest_chain)
         self.default = default or decode_settings(drafter, None)
         self.temperatures = Temperatures()
         self.costs: dict[tuple[bool, bool], Condition] = {}  # (chain, sampled)
@@ -278,14 +283,15 @@ class Tuner:
 
     # measurements
 
-    def calibrate(self, rows: int = 24) -> Temperatures:
+    def calibrate(self) -> Temperatures:
         """The temperatures of its trees, from now on; none for drafters of chains alone, and for those that rank by no probabilities."""
         self.progress("confidence")
         if self.can_tree:
-            few = self.rows[:rows]
+            few = self.rows[: self.settings.calibration_rows]
+            texts = [row.text[: self.settings.calibration_tokens] for row in few]
             depth = min(self.longest, 6)
             proposer = self.make(Decode(tree="dynamic", depth=depth, topk=TOPK, nodes=self.most(depth)))
-            self.temperatures = calibrate(self.target, proposer, [r.prompt for r in few], [r.params for r in few], [r.text for r in few])
+            self.temperatures = calibrate(self.target, proposer, [r.prompt for r in few], [r.params for r in few], texts)
         return self.temperatures
 
     def latencies(self) -> None:
@@ -297,7 +303,8 @@ class Tuner:
         chains = {(d, d) for d in (1, (self.longest + 1) // 2, self.longest)}
         trees = {(d, n) for d, n in ((2, 4), (3, 7), (4, 15), (5, 31), (6, 15)) if d <= self.longest and n <= settings.most_nodes}
         trees = trees if self.can_tree else set()
-        for sampled in sorted({t > 0 for t in settings.temperatures}):
+        kinds = {t > 0 for t in settings.temperatures}
+        for sampled in sorted(kinds if settings.sampled_latencies else {min(kinds)}):
             makers: dict[tuple[str, Shape], Proposer | None] = {("plain", (0, 0)): None}
             makers |= {("chain", shape): self.make(Decode(depth=shape[0])) for shape in sorted(chains)}
             makers |= {("tree", shape): self.make(self.dynamic_decode(*shape)) for shape in sorted(trees)}
@@ -334,12 +341,16 @@ class Tuner:
         depth, nodes = Candidate(kind, decode, rounds, {}, 0.0).shape
         gains, spent, plainly = {}, 0.0, 0.0
         for t in self.settings.temperatures:
-            costs = self.costs.get((decode.tree == "chain", t > 0)) or self.costs[True, t > 0]
+            costs = self._costs(decode.tree == "chain", t > 0)
             places = [i for i, row in enumerate(self.rows) if row.params.temperature == t]
             tokens, taken = sum(len(self.rows[i].text) - 1 for i in places), sum(rounds[i] for i in places)
             gains[t] = Gain(tokens / taken, costs.speedup(tokens / taken, depth, nodes))
             spent, plainly = spent + taken * costs.round(depth, nodes), plainly + tokens * costs.t_ar
         return Candidate(kind, decode, rounds, gains, plainly / spent)
+
+    def _costs(self, chain: bool, sampled: bool) -> Condition:
+        """The latencies of such a draft, or of the next that was measured."""
+        return next(self.costs[key] for key in ((chain, sampled), (True, sampled), (chain, not sampled), (True, not sampled)) if key in self.costs)
 
     def _counted(self, offers: Sequence[Sequence[Offer]], accepted: Callable[[Offer], int]) -> list[int]:
         return [rounds_of(len(row.text), [accepted(offer) for offer in own]) for row, own in zip(self.rows, offers, strict=True)]
@@ -368,6 +379,13 @@ class Tuner:
                     rounds = self._counted(offers, lambda offer, d=depth, n=nodes: offer.kept(d, n))  # type: ignore[misc]
                     found.append(self.candidate("dynamic", self.dynamic_decode(depth, nodes), rounds))
         return found
+
+    def calibrated_default(self, trees: Sequence[Candidate]) -> Candidate | None:
+        """The default with the temperatures that were found, if it is one of these trees: calibrating a tree of the same size costs nothing."""
+        shaped = self.dynamic_decode(self.default.depth, self.default.num_nodes)
+        plain = replace(shaped, greedy_temperatures=None, sampled_temperatures=None)
+        found = next((c for c in trees if c.decode == shaped and self.default == plain), None)
+        return None if found is None else replace(found, kind="default")
 
     def ranks(self) -> tuple[dict[str, list[list[float]]], list[list[float]], list[list[Offer]]]:
         """({temperature: acceptance by depth and rank}, the same of all temperatures together, the offers behind them)."""
@@ -469,14 +487,22 @@ def lead(
         quiet_rt = np.stack([np.quantile(np.asarray(own)[chosen_rm], QUIET, axis=1) for own in ms], axis=1)
         spent.append(((weights_rp @ rounds_pt) * quiet_rt).sum(1))
     ratios_r = spent[1] / spent[0]
-    tail = expanded_tail(0.95, min(prompts, timed))
+    tail = expanded_tail(0.95, prompts)
     low, high = np.quantile(ratios_r[1:], [tail, 1 - tail])
     return Interval(float(ratios_r[0]), float(low), float(high))
 
 
-def choose(raced: Sequence[Candidate]) -> Candidate:
-    """The fastest of those that beat the default, the first, by more than the noise; else the default."""
-    better = [c for c in raced[1:] if c.over_default is not None and c.over_default.lo > 1]
+def choose(raced: Sequence[Candidate], *, cautious: bool = True) -> Candidate:
+    """The fastest of those that beat the default, the first, by more than the noise; else the default.
+
+    Not cautious: of those that were faster in the race and are by the cost model too, as a brief race is seldom certain of anything.
+    """
+
+    def beats(c: Candidate) -> bool:
+        assert c.over_default is not None
+        return c.over_default.lo > 1 if cautious else c.over_default.value > 1 and c.predicted > raced[0].predicted
+
+    better = [c for c in raced[1:] if beats(c)]
     return max(better, key=lambda c: c.over_default.value if c.over_default else 0.0, default=raced[0])
 
 
@@ -498,17 +524,18 @@ def tune(
     if settings.static:
         acceptance, pooled, offers = tuner.ranks()
         static = tuner.static(pooled, offers)
-    first = tuner.candidate("default", tuner.default, tuner.rounds(tuner.default))
+    first = tuner.calibrated_default(trees) if default is not None else None
+    first = first or tuner.candidate("default", tuner.default, tuner.rounds(tuner.default))
     groups = [group for group in (chains, trees, static) if group]
     distinct = [first]
     for found in (max(group, key=lambda c: c.predicted) for group in groups):
         if all(found.decode != known.decode for known in distinct):
             distinct.append(found)
     raced = tuner.race(distinct)
-    chosen = choose(raced)
+    chosen = choose(raced, cautious=settings.cautious)
     everything = [first, *chains, *trees, *static]
     apart = {t: max(everything, key=lambda c: c.gains[t].predicted) for t in settings.temperatures}
-    costs = tuner.costs.get((chosen.decode.tree == "chain", min(settings.temperatures) > 0)) or next(iter(tuner.costs.values()))
+    costs = tuner._costs(chosen.decode.tree == "chain", min(settings.temperatures) > 0)
     tuning = Tuning(
         device=device_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -538,8 +565,8 @@ def tune_briefly(target: Target, folder: Path, part: Eval, default: Decode, prog
     assert target.tokenizer is not None
     choose_threads(target, render_prompt(target.tokenizer, suite.prompts[0]), part.threads)
     settings = TuneSettings(
-        temperatures=part.temperatures, max_new_tokens=part.dev_tokens, static=False, deepest=6, most_nodes=31, timed_prompts=4, timed_tokens=32,
-        repeats=2, seed=part.seed,
+        temperatures=part.temperatures, max_new_tokens=part.dev_tokens, static=False, sampled_latencies=False, cautious=False, deepest=6,
+        longest_chain=8, most_nodes=31, calibration_rows=12, calibration_tokens=40, timed_prompts=4, timed_tokens=24, repeats=2, seed=part.seed,
     )  # fmt: skip
     return tune(target, drafter, suite, settings, progress, default)[0]
 

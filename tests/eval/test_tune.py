@@ -94,6 +94,11 @@ def candidate(kind: str, value: float, lo: float, measured: Interval | None = No
 def test_the_default_stays_unless_another_is_faster_beyond_the_noise() -> None:
     default = candidate("default", 1.0, 1.0)
     assert choose([default, candidate("chain", 1.2, 0.98)]) is default
+    unsure = dataclasses.replace(candidate("chain", 1.2, 0.98), predicted=1.1)
+    assert choose([default, unsure]) is default and choose([default, unsure], cautious=False) is unsure
+    assert (
+        choose([default, candidate("chain", 1.2, 0.98), dataclasses.replace(unsure, over_default=Interval(0.9, 0.8, 1.1))], cautious=False) is default
+    )
     better, best = candidate("chain", 1.2, 1.05), candidate("static", 1.3, 1.1)
     assert choose([default, better, best]) is best
 
