@@ -3,6 +3,8 @@
     draftsmith data plan RECIPE [key=value ...]                            for this machine
     draftsmith data plan RECIPE --config config.json --device h100         for a target of which only this file is at hand, and another machine
 
+Models with a fact sheet (recipes/facts/: those of the recipes that come with draftsmith) need no file either, and no network.
+
 The target is built without weights, and so is the drafter, whose parameters are counted, not estimated. What its activations take is measured on
 copies of a fraction of its width, on short sequences, and extrapolated: they grow linearly with both. The rest is counted from shapes. Times are
 from a model that is stated with them.
@@ -37,7 +39,7 @@ from .judging import measures
 from .objectives import OBJECTIVES
 from .objectives.common import Objective
 from .store import Saved, Store
-from .weightless import Activations, PlannedTarget, measure_activations, planned_drafter, planned_target, trained_bytes
+from .weightless import Activations, PlannedTarget, measure_activations, places, planned_drafter, planned_target, trained_bytes
 
 GIB = 2**30
 TRAIN_SHARE, READ_SHARE = 0.4, 0.6  # of a device's peak: floating point operations while training, memory bandwidth while decoding
@@ -347,7 +349,7 @@ def _seconds(
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad and p.ndim > 1)
     unrolled = int(getattr(objective, "steps", 1))
     judged = 2 * target.hidden_size * (target.vocab_size + 2 * unrolled * drafter.sizes.draft_vocab_size)
-    learn = 6 * trained * unrolled + judged
+    learn = 6 * trained * unrolled * places(drafter, objective, length) + judged
     speed, read = hardware.operations * TRAIN_SHARE * processes, hardware.bandwidth * READ_SHARE
     weights = active * target.dtype.itemsize
     step = weights / read  # of plain decoding; computing is waited for only by large batches

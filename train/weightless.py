@@ -5,6 +5,7 @@ Dims: B sequences of a micro-batch, T tokens of a sequence, H hidden, F target's
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from ..heads.draft_model import SIZES, DraftModel, DraftModelConfig, resized
 from ..heads.head import Head
 from ..heads.registry import METHODS, known_settings, new_head
 from ..recipes.schema import DrafterRecipe
+from ..recipes.sheets import fact_sheet
 from .bench import RandomTarget
 from .objectives.common import Batch, Objective
+from .objectives.pard import PardObjective
 from .optimizers import Muon, Part, make_optimizers
 
 _SHORT = (48, 96)  # tokens of the sequences that activations are measured on
@@ -46,7 +49,7 @@ def planned_target(recipe: DrafterRecipe, config: str | Path | None = None, defa
             values = values.get("config", values)
             read = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
-            read = AutoConfig.from_pretrained(place, revision=recipe.target.revision)
+            read = _config_of(place, recipe.target.revision)
         dtype = default_dtype if recipe.target.dtype == "auto" else recipe.target.dtype
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read, dtype=getattr(torch, dtype))
@@ -54,6 +57,15 @@ def planned_target(recipe: DrafterRecipe, config: str | Path | None = None, defa
         text = " ".join(str(error).split())[:200]
         raise UserError(f"target {place}: wanted a model's config.json, or a folder with one, got none that can be read ({text})") from error
     return PlannedTarget(model, None, place)
+
+
+def _config_of(place: str, revision: str | None = None) -> Any:
+    """Of a folder or a hub name; that of a model with a fact sheet is not asked for anywhere."""
+    sheet = fact_sheet(place) if revision is None else None
+    if sheet is None:
+        return AutoConfig.from_pretrained(place, revision=revision)
+    values = sheet["config"]
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def planned_drafter(recipe: DrafterRecipe, target: Target) -> Head:
@@ -65,7 +77,7 @@ def planned_drafter(recipe: DrafterRecipe, target: Target) -> Head:
         given = known_settings(method, {name: value for name, value in settings.items() if name in {*SIZES, "block_size", "mask_token_id"}})
         if recipe.drafter.init not in (None, "target"):
             try:
-                read = AutoConfig.from_pretrained(recipe.drafter.init)
+                read = _config_of(recipe.drafter.init)
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"drafter.init {recipe.drafter.init}: wanted a causal LM with a config.json, got none that can be read") from error
             read = resized(read, {name: given.get(name) for name in SIZES})
@@ -142,7 +154,7 @@ def measure_activations(recipe: DrafterRecipe, objective: Objective, target: Tar
     """
     share = 0.6 if recipe.train.mixed_precision != "no" else 1.0  # most of it in half precision, norms in float32
     if isinstance(drafter, DraftModel):
-        each = 4 * _model_floats(drafter)
+        each = 4 * _model_floats(drafter) * places(drafter, objective, recipe.data.sequence_length)
         return lambda rows, tokens: rows * tokens * each * share
     head_dim = int(getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads)
     narrow = [2, 4] if head_dim > 4 else [head_dim]
@@ -164,6 +176,8 @@ def kept_bytes(recipe: DrafterRecipe, objective: Objective, target: Target, shar
     """What autograd keeps of one sequence of so many tokens, measured on a copy of a share of the width with heads of head_dim."""
     inner = getattr(target.config, "intermediate_size", None) or 4 * target.hidden_size
     hidden = max(2, round(target.hidden_size * share))
+    if (anchors := getattr(objective, "anchors", None)) is not None:  # as many of a token as a whole sequence has
+        objective = dataclasses.replace(objective, anchors=max(1, round(anchors * length / max(recipe.data.sequence_length, anchors))))
     small = _Scaled(target.config, hidden, max(1, round(int(inner) * share)), head_dim, target.num_layers)
     settings = with_mask_token(recipe.drafter.method, recipe.drafter.settings) | {"draft_vocab_size": small.vocab_size}
     if settings.get("intermediate_size") is not None:
@@ -180,6 +194,16 @@ def kept_bytes(recipe: DrafterRecipe, objective: Objective, target: Target, shar
         with saved_for_backward(apart) as sizes:
             objective(drafter, drafter, cast(Target, small), batch, step)
     return float(sum(sizes))
+
+
+def places(drafter: Head, objective: Objective, length: int) -> float:
+    """Places that a drafter's training pass computes for every token: blocks, or PARD's mask entries, come on top of the text."""
+    block, anchors = getattr(drafter.sizes, "block_size", None), getattr(objective, "anchors", None)
+    if block is None:
+        return 1.0
+    if isinstance(objective, PardObjective):
+        return 1 + objective.entries_per_token(block)
+    return 1 + (0 if anchors is None else min(anchors, length) * block / length)
 
 
 def _model_floats(drafter: DraftModel) -> int:

@@ -20,6 +20,8 @@ from draftsmith.train import run as runs
 from draftsmith.train.data import collate
 from draftsmith.train.features import data_settings, saved_form
 from draftsmith.train.objectives import OBJECTIVES
+from draftsmith.train.objectives.common import Batch
+from draftsmith.train.objectives.pard import PardObjective, kept_places
 from draftsmith.train.optimizers import Part, make_optimizers
 from draftsmith.train.store import write_store
 from draftsmith.train.templates import Sample
@@ -225,3 +227,21 @@ def test_a_target_that_is_tuned_along_is_planned_by_its_heads() -> None:
     assert isinstance(loaded, DrafterRecipe)
     plan = planning.make_plan(loaded, runs.make_objective(loaded))
     assert plan.memory["drafter activations"] > 0 and any("adapter" in note for note in plan.notes)
+
+
+def test_masks_behind_the_text_are_counted_as_training_draws_them() -> None:
+    ids = torch.ones(2, 2000, dtype=torch.int64)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(2000).expand_as(ids), torch.zeros_like(ids))
+    objective = PardObjective(keep_ratio=0.7, keep_min=0.2)
+    kept = kept_places(batch, 8, objective.keep_ratio, objective.keep_min)
+    assert float(kept[1:].sum() / kept[0].sum()) == pytest.approx(objective.entries_per_token(8), rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["dflash", "p_eagle"])
+def test_blocks_are_as_many_in_a_long_sequence_as_the_recipe_says(method: str) -> None:
+    """What is extrapolated from short sequences against a long one that is measured: once, blocks were taken to grow with the length."""
+    loaded = load_recipe(f"quickstart/{method}", ["data.sequence_length=480", "objective.anchors=24"])
+    assert isinstance(loaded, DrafterRecipe)
+    objective, target = runs.make_objective(loaded), planned_target(loaded)
+    planned = measure_activations(loaded, objective, target, planned_drafter(loaded, target))
+    assert planned(1, 480) == pytest.approx(kept_bytes(loaded, objective, target, 1.0, 32, 480), rel=0.25)

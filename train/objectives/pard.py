@@ -58,6 +58,10 @@ class PardObjective(DraftModelObjective):
     keep_ratio: float = 0.7
     keep_min: float = 0.2
 
+    def entries_per_token(self, block_size: int) -> float:
+        """Mask entries for every token that is learned, of texts much longer than a block: the rest of a text holds fewer."""
+        return sum(max(self.keep_ratio**depth, self.keep_min) for depth in range(1, block_size))
+
     def __call__(self, model: nn.Module, drafter: Head, target: Target, batch: Batch, step: Step | None = None) -> tuple[Tensor, dict[str, float]]:
         """(loss, metrics): see `Objective`. Logits of a whole batch, the drafter's or the target's, are never held."""
         assert isinstance(drafter, DraftModel)
