@@ -1,4 +1,4 @@
-"""Recipes for real targets: each fits the schema, its target and drafter are made without weights from the fact sheets of recipes/facts/, and what its
+"""Recipes for real targets: each fits the schema, and its target and drafter are made without weights from fact sheets (recipes/facts/). What its
 header says of memory, disk and time is what the plan says today.
 """
 
