@@ -29,6 +29,7 @@ from .objectives.pard import PardObjective
 from .optimizers import Muon, Part, make_optimizers
 
 _SHORT = (48, 96)  # tokens of the sequences that activations are measured on
+_FEW = (4, 8)  # blocks of those that draft in blocks
 
 
 class PlannedTarget(Target):
@@ -148,9 +149,9 @@ Activations = Callable[[int, int], float]  # (rows, tokens of each) -> bytes
 
 
 def measure_activations(recipe: DrafterRecipe, objective: Objective, target: Target, drafter: Head) -> Activations:
-    """What autograd keeps of a micro-batch: measured at two widths and two lengths, and extrapolated linearly in both.
+    """What autograd keeps of a micro-batch: measured at two widths, two lengths and, of blocks, two counts, and extrapolated linearly in each.
 
-    Attention scores that are kept, as those of block-parallel drafters, grow with the length, but not with the width.
+    That is exact but for what is rounded: attention scores of blocks, which are kept, grow with the length and with the count, but not with the width.
     """
     share = 0.6 if recipe.train.mixed_precision != "no" else 1.0  # most of it in half precision, norms in float32
     if isinstance(drafter, DraftModel):
@@ -158,10 +159,13 @@ def measure_activations(recipe: DrafterRecipe, objective: Objective, target: Tar
         return lambda rows, tokens: rows * tokens * each * share
     head_dim = int(getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads)
     narrow = [2, 4] if head_dim > 4 else [head_dim]
-    kept = [[kept_bytes(recipe, objective, target, width / head_dim, width, length) for length in _SHORT] for width in narrow]
+    blocks: int | None = getattr(objective, "anchors", None)
+    tried = [objective] if blocks is None else [dataclasses.replace(objective, anchors=few) for few in _FEW]
+    kept = [[[kept_bytes(recipe, one, target, width / head_dim, width, length) for length in _SHORT] for one in tried] for width in narrow]
 
     def of(rows: int, tokens: int) -> float:
-        by_width = [_line(_SHORT, pair, tokens) for pair in kept]
+        by_count = [[_line(_SHORT, pair, tokens) for pair in counts] for counts in kept]
+        by_width = [counts[0] if blocks is None else _line(_FEW, counts, min(blocks, tokens)) for counts in by_count]
         return rows * share * max(0.0, by_width[0] if len(narrow) == 1 else _line(narrow, by_width, head_dim))
 
     return of
@@ -176,8 +180,6 @@ def kept_bytes(recipe: DrafterRecipe, objective: Objective, target: Target, shar
     """What autograd keeps of one sequence of so many tokens, measured on a copy of a share of the width with heads of head_dim."""
     inner = getattr(target.config, "intermediate_size", None) or 4 * target.hidden_size
     hidden = max(2, round(target.hidden_size * share))
-    if (anchors := getattr(objective, "anchors", None)) is not None:  # as many of a token as a whole sequence has
-        objective = dataclasses.replace(objective, anchors=max(1, round(anchors * length / max(recipe.data.sequence_length, anchors))))
     small = _Scaled(target.config, hidden, max(1, round(int(inner) * share)), head_dim, target.num_layers)
     settings = with_mask_token(recipe.drafter.method, recipe.drafter.settings) | {"draft_vocab_size": small.vocab_size}
     if settings.get("intermediate_size") is not None:

@@ -237,11 +237,11 @@ def test_masks_behind_the_text_are_counted_as_training_draws_them() -> None:
     assert float(kept[1:].sum() / kept[0].sum()) == pytest.approx(objective.entries_per_token(8), rel=0.01)
 
 
-@pytest.mark.parametrize("method", ["dflash", "p_eagle"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
 def test_blocks_are_as_many_in_a_long_sequence_as_the_recipe_says(method: str) -> None:
-    """What is extrapolated from short sequences against a long one that is measured: once, blocks were taken to grow with the length."""
+    """What is extrapolated from short sequences against a long one that is measured: once, blocks were taken to be as many as tokens."""
     loaded = load_recipe(f"quickstart/{method}", ["data.sequence_length=768", "objective.anchors=192"])
     assert isinstance(loaded, DrafterRecipe)
     objective, target = runs.make_objective(loaded), planned_target(loaded)
     planned = measure_activations(loaded, objective, target, planned_drafter(loaded, target))
-    assert planned(1, 768) == pytest.approx(kept_bytes(loaded, objective, target, 1.0, 32, 768), rel=0.25)
+    assert planned(1, 768) == pytest.approx(kept_bytes(loaded, objective, target, 1.0, 32, 768), rel=0.06)
