@@ -151,7 +151,7 @@ Activations = Callable[[int, int], float]  # (rows, tokens of each) -> bytes
 def measure_activations(recipe: DrafterRecipe, objective: Objective, target: Target, drafter: Head) -> Activations:
     """What autograd keeps of a micro-batch: measured at two widths, two lengths and, of blocks, two counts, and extrapolated linearly in each.
 
-    That is exact but for what is rounded: attention scores of blocks, which are kept, grow with the length and with the count, but not with the width.
+    That is exact but for what is rounded: attention scores of blocks, which are kept, grow with length and count, but not with the width.
     """
     share = 0.6 if recipe.train.mixed_precision != "no" else 1.0  # most of it in half precision, norms in float32
     if isinstance(drafter, DraftModel):
