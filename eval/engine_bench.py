@@ -7,6 +7,7 @@
 Everything runs in one process, interleaved prompt by prompt. Keys of the JSON: `t_ar_ms`, `t_verify_ms` (by tokens verified), `t_draft_ms`,
 `overhead_ms` (of a round), `tau`, `speedup`, `efficiency` = speedup / (tau * t_ar / (t_draft + t_verify)), `ratios` (our tokens/s over theirs,
 greedy, decoding and prefill together, each {value, lo, hi}): `plain_vs_generate`, `chain_vs_assisted`, `lookup_vs_prompt_lookup`; `hardware`.
+`floor_ms` is the time that reading the weights takes at `bandwidth_gb_s`, `t_ar_over_floor` how many times that a plain step takes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ..heads.standalone import Standalone, early_exit
 from ..recipes.schema import TargetRef
 from .latency import verify_latencies
 from .machine import choose_threads, short_name
+from .roofline import read_bandwidth, weight_bytes
 from .stats import mean_ratio_interval, paired_ratio_interval
 from .suites import load_suite
 
@@ -150,7 +152,7 @@ def bench(target: Target, draft: Standalone, prompts: list[list[int]], *, tokens
 
 def _table(result: dict[str, Any]) -> Table:
     table = Table("figure", "value", box=None, title=f"{result['target']}, drafted for by {result['drafter']}")
-    for name in ("t_ar_ms", "t_draft_ms", "overhead_ms", "tau", "speedup", "efficiency"):
+    for name in ("t_ar_ms", "floor_ms", "t_ar_over_floor", "t_draft_ms", "overhead_ms", "tau", "speedup", "efficiency"):
         table.add_row(name, f"{result[name]:.3f}")
     table.add_row("t_verify_ms", "  ".join(f"{n}: {ms:.2f}" for n, ms in result["t_verify_ms"].items()))
     for name, speed in result["tokens_per_second"].items():
@@ -180,10 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=4, help="draft tokens of the draft model a round")
     parser.add_argument("--lookup", type=int, default=10, help="draft tokens of prompt lookup a round")
+    parser.add_argument("--bandwidth", type=float, help="of the device's memory, GB/s; if not given, that of a matrix-vector product")
     parser.add_argument("--repeats", type=int, default=30, help="measurements of each verification size")
     console = Console()
     try:
         options = parser.parse_args(arguments)
+        if options.bandwidth is not None and not 0 < options.bandwidth < float("inf"):
+            raise UserError(f"--bandwidth: wanted GB/s above 0, got {options.bandwidth:g}")
         for name in ("num_prompts", "max_new_tokens", "depth", "lookup", "repeats"):
             if getattr(options, name) < 1 + (name == "max_new_tokens"):
                 raise UserError(f"--{name.replace('_', '-')}: wanted at least {1 + (name == 'max_new_tokens')}, got {getattr(options, name)}")
@@ -196,19 +201,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace) -> dict[str, Any]:
+def open_target(options: argparse.Namespace, prompts: int) -> tuple[Target, list[list[int]]]:
+    """(target, prompts) by the flags --target or --random-shape, --dtype and --device. Raises UserError for a device that is not there."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: wanted cpu, as this machine has no CUDA, got cuda")
     if options.random_shape:
+        if options.random_shape not in SHAPES:
+            raise UserError(f"--random-shape: wanted {' or '.join(SHAPES)}, got {options.random_shape}")
         dtype = ("bfloat16" if device.startswith("cuda") else "float32") if options.dtype == "auto" else options.dtype
-        target = random_target(options.random_shape, dtype, device)
         generator = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(5, 1000, (128,), generator=generator).tolist() for _ in range(options.num_prompts)]
-    else:
-        target = Target.load(TargetRef(path=options.target).location, dtype=options.dtype, device=device)
-        assert target.tokenizer is not None
-        prompts = [render_prompt(target.tokenizer, m) for m in load_suite("stdlib", options.num_prompts, split="test").prompts]
+        given = [torch.randint(5, 1000, (128,), generator=generator).tolist() for _ in range(prompts)]
+        return random_target(options.random_shape, dtype, device), given
+    target = Target.load(TargetRef(path=options.target).location, dtype=options.dtype, device=device)
+    assert target.tokenizer is not None
+    return target, [render_prompt(target.tokenizer, m) for m in load_suite("stdlib", prompts, split="test").prompts]
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    target, prompts = open_target(options, options.num_prompts)
     if options.drafter:
         draft, _ = open_drafter(options.drafter, target)
         if not isinstance(draft, Standalone):
@@ -218,7 +229,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     if options.compile:
         target.compile()
     threads = choose_threads(target, prompts[0], None)
+    rate = 1e9 * options.bandwidth if options.bandwidth else read_bandwidth(target.device, target.dtype)
     result = bench(target, draft, prompts, tokens=options.max_new_tokens, depth=options.depth, lookup=options.lookup, repeats=options.repeats)
+    floor = 1e3 * weight_bytes(target) / rate
+    result |= {"bandwidth_gb_s": round(rate / 1e9, 2), "floor_ms": round(floor, 4), "t_ar_over_floor": round(result["t_ar_ms"] / floor, 4)}
     return result | {
         "hardware": {
             "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor() or platform.machine(),

@@ -160,7 +160,8 @@ def measure_activations(recipe: DrafterRecipe, objective: Objective, target: Tar
     head_dim = int(getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads)
     narrow = [2, 4] if head_dim > 4 else [head_dim]
     blocks: int | None = getattr(objective, "anchors", None)
-    tried = [objective] if blocks is None else [dataclasses.replace(objective, anchors=few) for few in _FEW]
+    changed: Any = objective  # `anchors` is a field of some
+    tried: list[Objective] = [objective] if blocks is None else [dataclasses.replace(changed, anchors=few) for few in _FEW]
     kept = [[[kept_bytes(recipe, one, target, width / head_dim, width, length) for length in _SHORT] for one in tried] for width in narrow]
 
     def of(rows: int, tokens: int) -> float:

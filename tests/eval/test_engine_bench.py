@@ -9,6 +9,7 @@ import torch
 from draftsmith.eval import engine_bench
 
 KEYS = {"t_ar_ms", "t_verify_ms", "t_draft_ms", "overhead_ms", "tau", "speedup", "efficiency", "ratios", "tokens_per_second", "hardware"}
+KEYS |= {"bandwidth_gb_s", "floor_ms", "t_ar_over_floor"}
 
 
 def test_it_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,6 +17,8 @@ def test_it_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     result = json.loads(out.strip().splitlines()[-1])
     assert code == 0 and result.keys() >= KEYS and "chain_vs_assisted" in out
+    assert result["t_ar_over_floor"] == pytest.approx(result["t_ar_ms"] / result["floor_ms"], rel=0.01)
+    assert result["floor_ms"] == pytest.approx(4 * 5_116_608 / result["bandwidth_gb_s"] / 1e6, rel=0.01)  # all weights in float32, tied embeddings
     assert list(result["t_verify_ms"]) == ["1", "2", "4", "8", "16", "32", "64"] and all(ms > 0 for ms in result["t_verify_ms"].values())
     assert set(result["ratios"]) == {"plain_vs_generate", "chain_vs_assisted", "lookup_vs_prompt_lookup"}
     assert all(ratio["lo"] <= ratio["value"] <= ratio["hi"] for ratio in result["ratios"].values())
