@@ -58,7 +58,7 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype, *, size: int | None
 def weight_bytes(target: Target) -> int:
     """What one token reads: all parameters but the embeddings, of which it takes a row, unless they are the output layer too."""
     tied = target.lm_head.weight is target.embeddings.weight
-    count = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    count: int = sum(p.numel() * p.element_size() for p in target.model.parameters())
     return count if tied else count - sum(p.numel() * p.element_size() for p in target.embeddings.parameters())
 
 

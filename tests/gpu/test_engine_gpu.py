@@ -17,7 +17,8 @@ from draftsmith.decode.engine import Engine, _Stages
 from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.sampling import SamplingParams, gumbel_noise
 from draftsmith.decode.target import Target
-from draftsmith.eval.harness import Settings, evaluate
+from draftsmith.eval.harness import evaluate
+from draftsmith.eval.runs import Settings
 from draftsmith.eval.suites import load_suite
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
 from draftsmith.heads.standalone import Standalone, early_exit
@@ -154,7 +155,7 @@ class Allocated(TorchDispatchMode):
     """The most bytes that were alive at once of what operations inside made: what a GPU's allocator would hold."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive: dict[StorageWeakRef, int] = {}
         self.peak = 0
 
@@ -163,8 +164,8 @@ class Allocated(TorchDispatchMode):
         for made in tree_leaves(out):
             if isinstance(made, Tensor):
                 storage = made.untyped_storage()
-                self.alive[StorageWeakRef(storage)] = storage.nbytes()  # equal for the same storage
-        self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}
+                self.alive[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]  # equal for the same storage
+        self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, sum(self.alive.values()))
         return out
 
