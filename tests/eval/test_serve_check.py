@@ -13,10 +13,11 @@ from draftsmith import UserError
 from draftsmith.decode.engine import Engine
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import Target
-from draftsmith.eval import serve_check
+from draftsmith.eval import in_engine, serve_check
 from draftsmith.eval.contrast import contrast_head
 from draftsmith.eval.in_engine import InEngine
 from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.export.write import export
 from draftsmith.recipes.schema import TargetRef
 
 GOOD = InEngine("e", {}, "m", 1, 2, 2, 94, 94, 0.40, 0.40)
@@ -111,3 +112,24 @@ def test_a_contrast_head_tells_its_layers_from_those_beside_them(monkeypatch: py
         rounds = Engine(target, read.eval().bind(target).proposer(depth=1)).generate([prompt], SamplingParams(), 16).rounds[0]
         accepted[shift] = sum(done.accepted for done in rounds) / len(rounds)
     assert accepted[0] > 0.8 and accepted[1] < 0.2 and accepted[-1] < 0.2
+
+
+def test_drafts_are_compared_as_far_as_texts_agree_with_a_target_that_was_trained_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompt, jobs = Target.load(TargetRef().location, dtype="float32", device="cpu"), [20, 27, 34, 41, 48, 900], []
+    source, folder = serve_check.random_source("draft_model", "transformers", target, 2), tmp_path / "out"
+    export(source, "transformers", folder)
+    (outputs,), (drafts,) = in_engine.chain_drafts(source, "transformers", [prompt], 2, 16)
+    other = [*outputs[:8], *((token + 1) % 2048 for token in outputs[8:])]
+
+    def engine(name: str, python: str, job: dict[str, Any]) -> dict[str, Any]:
+        jobs.append(job)
+        return {"outputs": [other], "drafts": [drafts], "versions": {}}
+
+    monkeypatch.setattr(in_engine, "run_engine", engine)
+    result = in_engine.measure(source, "transformers", folder, "python", [prompt], 16)
+    places = [at for _, at in in_engine.placed([outputs], [drafts]) if at <= 8]
+    assert result.drafts_compared == result.drafts_equal <= len(places) < len(in_engine.placed([outputs], [drafts]))
+    assert [job["target"] for job in jobs] == [target.name] * 2
+    (folder / "target").mkdir()
+    in_engine.measure(source, "transformers", folder, "python", [prompt], 16)
+    assert [job["target"] for job in jobs[2:]] == [str(folder / "target")] * 2
