@@ -54,6 +54,7 @@ CONTRAST: dict[str, dict[str, tuple[str | None, ...]]] = {
     "openvino": {"draft_model": (None,), "eagle3": (None, "layers not told", "layers before", "d2t shifted by one")}
 }
 PLACES = {"eagle1": "eg1", "eagle3": "eg3", "p_eagle": "peg", "dflash": "dfl", "dspark": "dsp"}
+REPAIRED = ", the engine's norm of context keys repaired"
 KINDS = ("random", "contrast", "fault", "trained")
 ROUNDS = 40
 TEXTS = [[20 + index * 7 % 1000 for index in range(30)], [5, 9, 33, 200, 71, 8, 900]]
@@ -177,7 +178,7 @@ class Checker:
             return Case(self.engine, method, kind, fault is not None, str(error)[-200:])
         same = result.passed and result.drafts_equal == result.drafts_compared >= ROUNDS
         found = f"{result.drafts_equal}/{result.drafts_compared} rounds, output {result.outputs_identical}/{result.prompts}"
-        found += ", the engine's norm of context keys repaired" if result.repaired else ""
+        found += REPAIRED if result.repaired else ""
         return Case(self.engine, method, kind, same == (fault is None), found, asdict(result))
 
     def contrast(self, method: str, fault: str | None = None) -> Case:
@@ -218,13 +219,13 @@ class Checker:
             source, method = replace(source, tuning=Tuning(min(3, source.tuning.tokens))), source.method
             folder = self.folder(method, "-trained")
             export(source, self.engine, folder, convert=False)
-            result = self._measure(source, folder, prompts, tokens)
+            result = self._measure(source, folder, prompts, tokens, repair=method == "dflash")
         except UserError as error:
             return Case(self.engine, method, kind, False, str(error)[-200:])
         (folder / RESULT).write_text(json.dumps({**asdict(result), "passed": result.passed}, indent=2) + "\n")
         seen = f"{result.drafts_equal}/{result.drafts_compared} rounds, " if result.drafts_compared else ""
         found = f"accepted/drafted {result.acceptance_engine:.3f}, ours {result.acceptance_ours:.3f}, {seen}"
-        found += f"output {result.outputs_identical}/{result.prompts}"
+        found += f"output {result.outputs_identical}/{result.prompts}{REPAIRED if result.repaired else ''}"
         return Case(self.engine, method, kind, result.passed, found, asdict(result))
 
 
