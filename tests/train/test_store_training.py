@@ -57,9 +57,7 @@ def losses(folder: Path) -> list[float]:
 def trained(settings: DrafterRecipe, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run without the evaluation at the end."""
     with monkeypatch.context() as patch:
-        for name in ("calibrate_drafter", "_measure", "log_report"):
-            patch.setattr(runs, name, lambda *arguments: None)
-        patch.setattr(runs, "_finish", lambda *arguments: 0)
+        patch.setattr(runs, "_conclude", lambda *arguments: 0)
         return runs.run(settings)
 
 
