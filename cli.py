@@ -500,7 +500,7 @@ def export_command(
         result = verify_export(source, format, out, python)
         add_to_report(result, Path(drafter).parent / "eval")
         console.print(result.line, soft_wrap=True, highlight=False)
-        for note in to_gguf(source, out) if format == "llamacpp" else []:
+        for note in to_gguf(source, out, python) if format == "llamacpp" else []:
             console.print(f"- {note}", soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(0 if result.passed else 1)
 

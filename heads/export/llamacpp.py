@@ -95,15 +95,18 @@ def converter() -> Path | None:
     return Path(found) if found else None
 
 
-def convert(folder: Path, target: str | None) -> str:
-    """Run the converter, if there is one. Returns a sentence about it. Raises UserError with its last line if it fails: the folder stays as it is."""
+def convert(folder: Path, target: str | None, python: str | None = None) -> str:
+    """Run the converter, if there is one, by `python`, else the variable's, else this one. Returns a sentence about it.
+
+    Raises UserError with its last line if it fails: the folder stays as it is.
+    """
     script = converter()
     if script is None:
         return f"no GGUF: {SCRIPT} is not installed (or name llama.cpp's folder in {FOLDER})"
     about_target = ["--target-model-dir", target] if target else []
-    python = os.environ.get(PYTHON, sys.executable)
+    interpreter = python or os.environ.get(PYTHON) or sys.executable
     done = subprocess.run(
-        [python, str(script), str(folder), *about_target, "--outfile", str(folder / "drafter.gguf"), "--outtype", kept_type(folder)],
+        [interpreter, str(script), str(folder), *about_target, "--outfile", str(folder / "drafter.gguf"), "--outtype", kept_type(folder)],
         capture_output=True,
         text=True,
         check=False,

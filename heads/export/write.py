@@ -99,7 +99,10 @@ def export(source: Source, format_name: str, folder: Path, *, convert: bool = Tr
         ids = source.head.draft_ids
         if int(ids.min()) < 0 or int(ids.max()) >= source.facts.vocab_size or bool((ids[1:] <= ids[:-1]).any()):
             raise UserError("export: wanted d2t as offsets to ascending target ids, got others; the checkpoint is damaged")
+    old = folder.with_name(folder.name + ".old")
     check_place(folder)
+    if folder.exists():
+        check_place(old)  # where the older export goes until this one is in its place; one that was cut off in between is still there
     tuned = "adapter" in source.contract and folder / "target"
     if tuned:
         source = dataclasses.replace(source, facts=dataclasses.replace(source.facts, name=str(tuned.resolve())))
@@ -127,8 +130,8 @@ def export(source: Source, format_name: str, folder: Path, *, convert: bool = Tr
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise UserError(f"export {format_name}: wanted a folder as {ENGINES[format_name].title} reads it, got: {'; '.join(wrong[:3])}{more}")
     sync(draft.rglob("*"))
-    old = folder.with_name(folder.name + ".old")
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     draft.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -145,10 +148,13 @@ def check_place(folder: Path) -> None:
         raise UserError(f"--out: wanted a new folder, an empty one or an older export to replace, got {folder}, which holds something else")
 
 
-def to_gguf(source: Source, folder: Path) -> list[str]:
-    """llama.cpp's own file of a written folder, where its converter is installed. Returns a sentence. Raises UserError if it fails."""
+def to_gguf(source: Source, folder: Path, python: str | None = None) -> list[str]:
+    """llama.cpp's own file of a written folder, where its converter is installed, which `python` runs. Returns a sentence.
+
+    Raises UserError if it fails.
+    """
     wants_target = source.method != DRAFT_MODEL and Path(source.target.name).is_dir()
-    return [llamacpp.convert(folder, source.target.name if wants_target else None)]
+    return [llamacpp.convert(folder, source.target.name if wants_target else None, python)]
 
 
 def problems(folder: Path) -> list[str]:

@@ -404,6 +404,9 @@ def test_nothing_but_an_older_export_is_replaced(target: Target, place: Path) ->
     out.mkdir()
     for _ in range(2):  # into an empty folder, and over an export
         export(source, "vllm", out)
+    shutil.copytree(out, place / "out.old")  # a replacement that was cut off before its end
+    export(source, "vllm", out)
+    assert out.is_dir() and not (place / "out.old").exists()
     (place / "drafter").mkdir()
     (place / "drafter" / "contract.json").write_text("{}")
     (place / "file").write_text("mine")
@@ -439,6 +442,8 @@ def test_a_converter_that_fails_says_its_last_line(tmp_path: Path, monkeypatch: 
         llamacpp.convert(tmp_path, None)
     script.write_text(f"import sys; open({str(kept)!r}, 'w').write(' '.join(sys.argv[1:]))")
     assert llamacpp.convert(tmp_path, "t") == "GGUF: drafter.gguf"
+    with pytest.raises(FileNotFoundError, match="no-python"):
+        llamacpp.convert(tmp_path, None, str(tmp_path / "no-python"))
     assert kept.read_text() == f"{tmp_path} --target-model-dir t --outfile {tmp_path / 'drafter.gguf'} --outtype bf16"
     monkeypatch.setenv(llamacpp.FOLDER, str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"wanted llama.cpp's folder, with convert_hf_to_gguf.py"):
