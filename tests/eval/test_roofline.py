@@ -22,7 +22,7 @@ def test_it_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str])
     # A plain step multiplies with every weight matrix once, and with little else; a round with the draft's besides.
     assert result["plain"]["matrices_mb"] == pytest.approx(result["weights_mb"], rel=0.05)
     assert result["round"]["matrices_mb"] > 1.2 * result["plain"]["matrices_mb"]
-    assert result["plain"]["tokens_a_round"] == 1 and result["plain"]["by_stage_ms"]["draft"] == pytest.approx(0, abs=0.1)
+    assert result["plain"]["tokens_a_round"] == 1 < result["round"]["tokens_a_round"]
 
 
 def test_operations_are_told_apart_and_products_counted_by_their_matrix() -> None:
