@@ -250,7 +250,8 @@ def explain(
     """What the figures say, one sentence a line. longest: the most tokens in a row that the drafter can draft. chain: whether the draft is one."""
     c, shape = condition, f"{depth} deep, {nodes} nodes"
     whole = c.round(depth, nodes)
-    parts = (("drafting", c.t_draft(depth)), ("verification", c.t_verify(nodes + 1)), ("the rest", c.overhead(nodes)))
+    # How long drafting takes before its first level is the same in every round, and cannot be told from what else is.
+    parts = (("levels of drafting", c.t_draft(depth)), ("verification", c.t_verify(nodes + 1)), ("what every round costs", c.overhead(nodes)))
     split = ", ".join(f"{name} {100 * ms / whole:.0f} %" for name, ms in parts)
     where = f"batch {c.batch}, context {c.context:.0f}"
     lines = [
