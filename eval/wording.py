@@ -163,7 +163,7 @@ def gate_sentence(report: Report) -> str:
     found = f"{prompts} identical, {count(sum(r.lossless.tokens_checked for r in rows), 'token')} compared"
     if ties:
         found += f", {count(ties, 'near-tie')} where the target's two best tokens are closer than its own rounding"
-    return f"The gate compares speculative with plain decoding, output by output; a setting that changes the output shows FAIL: {found}."
+    return f"The gate compares speculative with plain decoding, output by output, and a setting that changes one would show FAIL. It found {found}."
 
 
 def drift_sentence(report: Report) -> str:
