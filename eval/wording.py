@@ -156,7 +156,7 @@ def other_cells(report: Report, times: str) -> list[tuple[str, list[Cells]]]:
 
 
 def gate_sentence(report: Report) -> str:
-    """What the gate is and what it found, in one sentence."""
+    """What the gate is, and what it found."""
     rows = report.overall
     ties = sum(len(row.lossless.ties) for row in rows)
     prompts = f"{sum(r.lossless.identical for r in rows):,} of {count(sum(r.lossless.checked for r in rows), 'output')}"

@@ -111,8 +111,9 @@ def test_every_data_file_is_shipped_and_every_pattern_matches() -> None:
         path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".py"
     }
     shipped = set[Path]().union(*found.values())
-    shipped |= {path for path in data if path.suffix == ".md" or ROOT / "eval" / "results" in path.parents}  # for the repository's readers
-    left_out = {path.relative_to(ROOT).as_posix() for path in data - shipped}
+    results = {path for path in data if ROOT / "eval" / "results" in path.parents}  # for the repository's readers, as documents are
+    assert not results & shipped and {path.suffix for path in results} <= {".json", ".md", ".png"}
+    left_out = {path.relative_to(ROOT).as_posix() for path in data - shipped - results if path.suffix != ".md"}
     assert not left_out, "data files that no pattern of package-data matches"
 
 

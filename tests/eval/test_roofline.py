@@ -23,6 +23,7 @@ def test_it_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str])
     assert result["plain"]["matrices_mb"] == pytest.approx(result["weights_mb"], rel=0.05)
     assert result["round"]["matrices_mb"] > 1.2 * result["plain"]["matrices_mb"]
     assert result["plain"]["tokens_a_round"] == 1 < result["round"]["tokens_a_round"]
+    assert result["plain"]["by_stage_ms"]["draft"] < 0.5 * result["round"]["by_stage_ms"]["draft"]  # two levels of a draft against no draft
 
 
 def test_operations_are_told_apart_and_products_counted_by_their_matrix() -> None:
