@@ -198,8 +198,8 @@ def test_categories_have_rows_that_add_up(target: Target) -> None:
     assert whole.lossless.checked == 5 and [row.lossless.checked for row in parts] == [2, 2]
 
 
-def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    chatting = tiny(chat=True)
+def rendered_by(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations that the harness renders from now on, in order."""
     seen: list[list[dict[str, str]]] = []
 
     def render(tokenizer: Any, messages: Any) -> list[int]:
@@ -207,6 +207,12 @@ def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest
         return render_prompt(tokenizer, messages)
 
     monkeypatch.setattr(harness, "render_prompt", render)
+    return seen
+
+
+def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    chatting = tiny(chat=True)
+    seen = rendered_by(monkeypatch)
     prompts = suite(2, later=[("and then?", "so?"), ()])
     settings = Settings(temperatures=(0.0,), max_new_tokens=8, **QUICK)
     (row,) = evaluate(chatting, itself(chatting, depth=2), prompts, settings).rows
@@ -222,13 +228,7 @@ def test_each_turn_s_answer_is_generated_and_becomes_history(monkeypatch: pytest
 def test_turns_of_one_conversation_are_drawn_together_and_sampled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in the history of a later turn is the very answer that is measured, and both turns are one observation."""
     chatting = tiny(chat=True)
-    rendered: list[list[dict[str, str]]] = []
-
-    def render(tokenizer: Any, messages: Any) -> list[int]:
-        rendered.append([dict(m) for m in messages])
-        return render_prompt(tokenizer, messages)
-
-    monkeypatch.setattr(harness, "render_prompt", render)
+    rendered = rendered_by(monkeypatch)
     prompts = suite(3, later=[(), ("and then?",), ("so?",)])
     bench = harness._Bench(chatting, itself(chatting, depth=2), prompts, Settings(max_new_tokens=8, **QUICK), {}, None, 0.0)
     sampling = harness.samplings(chatting, Settings(temperatures=(1.0,)))[0]
